@@ -1,0 +1,1 @@
+"""The artifact folder: manifest, plans, kernels, weights and their checksums."""

@@ -1,0 +1,29 @@
+"""Errors that a user can act on. Every message is one line that says what is wrong and what to do."""
+
+
+class AotcError(Exception):
+    """Base of all errors meant for users; the CLI prints it as one line and exits with code 2."""
+
+
+class SourceError(AotcError):
+    """A model source (GGUF, safetensors, ONNX, config) is missing, truncated or malformed."""
+
+
+class UnsupportedError(AotcError):
+    """The input is well formed, but holds something that aotc does not compile."""
+
+
+class ArtifactError(AotcError):
+    """An artifact cannot be written, or is refused on load: checksum, size, version or architecture."""
+
+
+class RequestError(AotcError):
+    """A call or request does not fit the model: wrong shape, dtype or range, or a prompt that is too long."""
+
+
+class DeviceError(AotcError):
+    """The device is missing, unsuitable or failed."""
+
+
+class CompilerError(AotcError):
+    """A kernel failed to build, or no compiler was found."""

@@ -1,0 +1,1 @@
+"""Front ends: PyTorch, Hugging Face, GGUF and ONNX sources become Graphs."""

@@ -1,0 +1,1 @@
+"""The two IRs, Graph and Program, with their verifiers, text forms and interpreters."""

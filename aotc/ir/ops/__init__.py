@@ -1,0 +1,12 @@
+"""The ops of the Graph IR: one table, one row an op."""
+
+from __future__ import annotations
+
+from aotc.ir.ops import composite, contraction, control, decoder, elementwise, indexing, shape
+from aotc.ir.ops.op import Op
+
+OPS: dict[str, Op] = {
+    row.name: row
+    for module in (elementwise, shape, indexing, contraction, composite, decoder, control)
+    for row in module.OPS
+}

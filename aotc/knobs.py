@@ -1,0 +1,51 @@
+"""Every environment variable that aotc reads, typed, in one place. Read at each call."""
+
+import os
+from pathlib import Path
+
+from aotc.errors import AotcError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def cache_dir() -> Path:
+    """AOTC_CACHE: where built kernels and fetched models are kept; `~/.cache/aotc` by default."""
+    value = os.environ.get("AOTC_CACHE")
+    return Path(value).expanduser() if value else Path.home() / ".cache" / "aotc"
+
+
+def dump_dir() -> Path | None:
+    """AOTC_DUMP: folder that receives `NN_pass.ir` and every later stage; unset means no dumps."""
+    value = os.environ.get("AOTC_DUMP")
+    return Path(value).expanduser() if value else None
+
+
+def num_threads() -> int | None:
+    """AOTC_NUM_THREADS: CPU threads to use; unset means what affinity and cgroup limits give.
+
+    Raises AotcError when it is not a positive integer.
+    """
+    value = os.environ.get("AOTC_NUM_THREADS")
+    if not value:
+        return None
+    if not value.isdecimal() or int(value) < 1:
+        raise AotcError(f"AOTC_NUM_THREADS is {value!r}; set it to a positive integer or unset it")
+    return int(value)
+
+
+def cxx() -> str | None:
+    """AOTC_CXX: the C++ compiler that builds CPU kernels, a name or path; unset means search for one."""
+    return os.environ.get("AOTC_CXX") or None
+
+
+def log_level() -> str | None:
+    """AOTC_LOG: one of LOG_LEVELS; unset means that the caller's default holds.
+
+    Raises AotcError for any other value.
+    """
+    value = os.environ.get("AOTC_LOG", "").lower()
+    if not value:
+        return None
+    if value not in LOG_LEVELS:
+        raise AotcError(f"AOTC_LOG is {value!r}; set it to one of {', '.join(LOG_LEVELS)}")
+    return value

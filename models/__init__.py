@@ -1,0 +1,1 @@
+"""Plain PyTorch definitions of model families, traced by the front end."""

@@ -1,0 +1,1 @@
+"""Graph -> Graph and Program -> Program passes, one file a pass."""

@@ -1,0 +1,246 @@
+"""Groups nodes into fusions: each becomes one kernel of a template family.
+
+Families: `matmul` (a packed linear layer and its elementwise epilogue), `kv_append`, `attention`, `sample`, and
+`loops` for everything that a loop nest computes: elementwise work, views, gathers, reductions and what follows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from aotc.ir.graph import Graph, Node, Value
+from aotc.ir.ops import OPS
+from aotc.ir.ops.control import FusionAttrs
+from aotc.ir.verify import linear_pairs
+from aotc.passes.pack_weights import is_linear
+
+VIEWS = {"reshape", "transpose", "broadcast_in_dim", "slice", "reverse", "constant", "iota"}
+"""Index arithmetic only: repeated in every kernel that reads them."""
+MOVES = VIEWS | {"gather", "gather_elements", "last_rows", "pad", "concatenate"}
+REDUCING = {"reduce", "arg_reduce", "reduce_window", "rms_norm", "layer_norm", "softmax", "dot_general", "convolution"}
+CHEAP = {"convert", "add", "multiply", "subtract", "select", "negate", "maximum", "minimum"}
+"""Worth computing again in each pass of a normalisation."""
+WHOLE = {"kv_append", "attention", "sample", "scan", "sort", "top_k"}
+"""Ops with a template of their own. Producers of k and v go into kv_append."""
+
+
+@dataclass
+class Group:
+    """Nodes that become one kernel; `root` makes its output."""
+
+    kind: str
+    root: Node
+    members: set[Node] = field(default_factory=set)
+
+
+def fuse(graph: Graph) -> Graph:
+    """The graph as fusions, plus reshapes (which stay views of memory) and control flow."""
+    return _Fuser(graph).run()
+
+
+class _Fuser:
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.users, self.producer = graph, graph.users(), graph.producers()
+        self.external = set(graph.outputs)
+        self.group: dict[Node, Group] = {}
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+
+    def run(self) -> Graph:
+        for node in self.graph.nodes:
+            if is_packed_linear(node):
+                self._grow_epilogue(node)
+        for node in reversed(self.graph.nodes):
+            if node not in self.group and node.op not in VIEWS and node.op != "if":
+                self._place(node)
+        kept = self._views_in_memory()
+        return self._emit(kept)
+
+    def _grow_epilogue(self, dot: Node) -> None:
+        """Takes in what follows a matmul while it is the only reader and works on the same elements."""
+        group = Group("matmul", dot, {dot})
+        while group.root.out not in self.external:
+            following = self._next_elementwise(group.root.out, self.users.get(group.root.out, []))
+            if not following or any(n in self.group for n in following):
+                break
+            group.members.update(following)
+            group.root = following[-1]
+        self.group.update((n, group) for n in group.members)
+
+    def _next_elementwise(self, value: Value, readers: list[Node]) -> list[Node]:
+        if len(readers) == 1 and _is_elementwise(readers[0]) and readers[0].out.type.shape == value.type.shape:
+            return [readers[0]]
+        return self._halves(value, readers)
+
+    def _halves(self, value: Value, readers: list[Node]) -> list[Node]:
+        """gate, up = y[:, :n], y[:, n:] read by one node only: both halves are at hand in the epilogue."""
+        width = value.type.shape[-1]
+        if len(readers) != 2 or any(n.op != "slice" for n in readers) or not isinstance(width, int) or width % 32:
+            return []
+        half = width // 2
+        if sorted(n.attrs.start[-1] for n in readers) != [0, half] or any(n.out.type.shape[-1] != half for n in readers):
+            return []
+        finals = {u for n in readers for u in self.users.get(n.out, [])}
+        if len(finals) != 1 or any(n.out in self.external for n in readers):
+            return []
+        (final,) = finals
+        return [*readers, final] if _is_elementwise(final) else []
+
+    def _place(self, node: Node) -> None:
+        """Joins the only group that reads the node, or opens one."""
+        target = Group(node.op if node.op in WHOLE else "loops", node)
+        reads = self._reads(node.outputs[0]) if node.op not in WHOLE else None
+        if reads:
+            groups = {id(self.group[r.reader]): self.group[r.reader] for r in reads if r.reader in self.group}
+            complete = all(r.reader in self.group for r in reads)
+            if complete and len(groups) == 1 and all(self._joins(node, r) for r in reads):
+                (target,) = groups.values()
+        target.members.add(node)
+        self.group[node] = target
+
+    def _reads(self, value: Value) -> list[Read] | None:
+        """Who reads a value, seen through views; None where it, or a view of it, must be in memory."""
+        if value in self.external:
+            return None
+        reads: list[Read] = []
+        for reader in self.users.get(value, []):
+            if reader.op == "if":
+                return None
+            if reader.op not in VIEWS:
+                reads.append(Read(reader, value, 1))
+                continue
+            inner = self._reads(reader.out)
+            if inner is None:
+                return None
+            grows = reader.op == "broadcast_in_dim" and reader.out.type.size != value.type.size
+            reads += [replace(r, times=2 if grows else r.times) for r in inner]
+        return reads
+
+    def _joins(self, node: Node, read: Read) -> bool:
+        """Whether the reader's kernel may compute the node where it needs it."""
+        group = self.group[read.reader]
+        if not inlines(group, read.reader, read.value) or group.kind == "matmul":
+            return False
+        if node.op in REDUCING:
+            # A reduction is computed once a row: only readers that walk the same elements may take it in.
+            same = _is_elementwise(read.reader) and read.reader.out.type.shape == node.out.type.shape
+            return same and read.value is node.out and group.kind == "loops" and not _reduces(group)
+        if node.op in MOVES:
+            return True
+        if not _is_elementwise(node) and node.op != "rope":
+            return False
+        if read.times > 1 or read.reader.op in ("convolution", "dot_general", "reduce_window", "gather", "rope"):
+            return False  # computing it once into memory is better
+        return read.reader.op not in ("softmax", "layer_norm", "rms_norm") or node.op in CHEAP
+
+    def _views_in_memory(self) -> set[Node]:
+        """Views that a reader needs as a buffer. Reshapes keep their input's memory; others become kernels."""
+        kept: set[Node] = set()
+
+        def keep(value: Value) -> None:
+            node = self.producer.get(value)
+            if node is None or node.op not in VIEWS or node in kept or node in self.group:
+                return
+            if node.op == "reshape":
+                kept.add(node)
+                keep(node.inputs[0])
+            else:
+                self.group[node] = Group("loops", node, {node})
+
+        for value in self.graph.outputs:
+            keep(value)
+        for node in self.graph.nodes:
+            if node.op == "if":
+                for v in node.inputs:
+                    keep(v)
+            elif node in self.group and node.op not in VIEWS:
+                for v in node.inputs:
+                    if not inlines(self.group[node], node, v):
+                        keep(v)
+        return kept
+
+    def _emit(self, kept: set[Node]) -> Graph:
+        """One fusion a group at the place of its root, in the graph's order."""
+        nodes: list[Node] = []
+        for node in self.graph.nodes:
+            group = self.group.get(node)
+            if group is not None and group.root is node:
+                nodes.append(build_fusion(group, self.group, self.producer, self.order))
+            elif node in kept or node.op == "if":
+                nodes.append(node)
+        return replace(self.graph, nodes=tuple(nodes))
+
+
+@dataclass(frozen=True)
+class Read:
+    """`reader` takes `value`; `times` > 1 where a broadcast between repeats each element."""
+
+    reader: Node
+    value: Value
+    times: int
+
+
+def is_packed_linear(node: Node) -> bool:
+    """A linear layer whose weight has a matmul layout."""
+    return is_linear(node) and node.inputs[1].type.packing is not None
+
+
+def inlines(group: Group, reader: Node, value: Value) -> bool:
+    """Whether a kernel can compute `value` itself where `reader`, a member, takes it; else it reads memory."""
+    if group.kind == "loops":
+        return True
+    if group.kind == "matmul":
+        return reader.op != "dot_general"
+    if group.kind == "kv_append":
+        return reader is not group.root or (value in reader.inputs[1:3] and reader.inputs.count(value) == 1)
+    return False
+
+
+def _is_elementwise(node: Node) -> bool:
+    return OPS[node.op].elementwise or node.op == "swiglu"
+
+
+def _reduces(group: Group) -> bool:
+    return any(n.op in REDUCING for n in group.members)
+
+
+def build_fusion(
+    group: Group, groups: dict[Node, Group], producer: dict[Value, Node], order: dict[Node, int]
+) -> Node:
+    """The fusion node of a group: its members, and the views they read, form the body."""
+    body: set[Node] = set()
+
+    def include(node: Node) -> None:
+        if node in body:
+            return
+        body.add(node)
+        for v in node.inputs:
+            inner = producer.get(v)
+            if inner is None:
+                continue
+            repeated = inner.op in VIEWS and inner not in groups and (node.op in VIEWS or inlines(group, node, v))
+            if inner in group.members or repeated:
+                include(inner)
+
+    include(group.root)
+    nodes = sorted(body, key=order.__getitem__)
+    made = {v for n in nodes for v in n.outputs}
+    inputs = tuple(dict.fromkeys(v for n in nodes for v in n.inputs if v not in made))
+    local = {v: Value(f"i{i}", v.type) for i, v in enumerate(inputs)}
+    for n in nodes:
+        for v in n.outputs:
+            local[v] = Value(f"v{len(local) - len(inputs)}", v.type)
+    inner_nodes = tuple(
+        replace(n, inputs=tuple(local[v] for v in n.inputs), outputs=tuple(local[v] for v in n.outputs), sources=())
+        for n in nodes
+    )
+    root = group.root
+    names = tuple(f"o{i}" for i in range(len(root.outputs)))
+    aliases = tuple((names[o], local[root.inputs[i]].name) for o, i in linear_pairs(root))
+    graph = Graph(
+        group.kind, (), tuple(local[v] for v in inputs), tuple(local[v] for v in root.outputs), names, inner_nodes,
+        aliases=aliases,
+    )
+    sources = tuple(dict.fromkeys(s for n in nodes for s in n.sources))
+    return Node("fusion", inputs, root.outputs, FusionAttrs(group.kind, graph), sources)
+
+

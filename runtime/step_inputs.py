@@ -1,0 +1,44 @@
+"""Everything that changes between steps of an LLM, in one block of memory with fixed places."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from aotc.runtime.sampling import SAMPLER_DTYPE
+
+ALIGNMENT = 64
+
+
+def layout(max_tokens: int, max_rows: int) -> tuple[dict[str, tuple[int, np.dtype, tuple[int, ...]]], int]:
+    """(field -> (offset, dtype, shape at the bounds), bytes). Names are those of the programs' inputs."""
+    i32 = np.dtype(np.int32)
+    fields = {
+        "tokens": (i32, (max_tokens,)), "positions": (i32, (max_tokens,)), "rows": (i32, (max_tokens,)),
+        "query_start": (i32, (max_rows + 1,)), "seq_lens": (i32, (max_rows,)), "kv_index": (i32, (max_rows,)),
+        "sampler": (SAMPLER_DTYPE, (max_rows,)),
+    }  # fmt: skip
+    placed, offset = {}, 0
+    for name, (dtype, shape) in fields.items():
+        placed[name] = (offset, dtype, shape)
+        offset += -(-dtype.itemsize * shape[0] // ALIGNMENT) * ALIGNMENT
+    return placed, offset
+
+
+class StepInputs:
+    """Views of one block; the host writes them before a step. Arrays are longer than a step needs."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    rows: np.ndarray
+    query_start: np.ndarray
+    seq_lens: np.ndarray
+    kv_index: np.ndarray
+    sampler: np.ndarray
+
+    def __init__(self, block: np.ndarray, max_tokens: int, max_rows: int) -> None:
+        self.fields, size = layout(max_tokens, max_rows)
+        self.block = block[:size]
+        self.block[:] = 0
+        for name, (offset, dtype, shape) in self.fields.items():
+            view = self.block[offset : offset + dtype.itemsize * shape[0]].view(dtype)
+            setattr(self, name, view.reshape(shape))
