@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from aotc.frontend.checkpoint import DecoderConfig
+from aotc.models.config import DecoderConfig
 from aotc.models import custom_ops
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from aotc.frontend.checkpoint import DecoderConfig, Llama3Rope
+from aotc.models.config import DecoderConfig, Llama3Rope
 
 
 def inverse_frequencies(config: DecoderConfig) -> np.ndarray:

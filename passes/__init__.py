@@ -1,1 +1,33 @@
-"""Graph -> Graph and Program -> Program passes, one file a pass."""
+"""Passes: Graph -> Graph and Program -> Program, one file a pass. The order stands here, and nowhere else."""
+
+from __future__ import annotations
+
+from aotc.passes.canonicalize import canonicalize
+from aotc.passes.fuse import fuse
+from aotc.passes.lower import lower
+from aotc.passes.merge_dots import merge_dots
+from aotc.passes.pack_weights import pack_weights
+from aotc.passes.place_barriers import place_barriers
+from aotc.passes.plan_memory import plan_memory
+from aotc.passes.raise_composites import raise_composites
+from aotc.passes.split_weights import cone, split_weights
+
+MODEL_PASSES = (canonicalize, raise_composites, canonicalize, merge_dots, canonicalize)
+"""Once a model: what holds for every target and every program."""
+
+PROGRAM_GRAPH_PASSES = (canonicalize, fuse)
+"""Once a program, after it was specialised: the last graph passes before lowering."""
+
+PROGRAM_PASSES = (plan_memory, place_barriers)
+"""Program to program."""
+
+PACKINGS = {
+    "cpu": {"f32": "n16k1", "f16": "n16k1", "bf16": "n16k2"},
+    "cuda": {},
+}
+"""Layouts of matmul weights by device and element type."""
+
+__all__ = [
+    "MODEL_PASSES", "PACKINGS", "PROGRAM_GRAPH_PASSES", "PROGRAM_PASSES", "canonicalize", "cone", "fuse", "lower",
+    "merge_dots", "pack_weights", "place_barriers", "plan_memory", "raise_composites", "split_weights",
+]  # fmt: skip

@@ -77,8 +77,9 @@ def read_logical(weights: Weights, key: str) -> np.ndarray:
     type_, array = weights.type(key), weights.read(key)
     if type_.packing is None:
         return array
-    unpacked = PACKINGS[type_.packing].unpack(array)
-    return unpacked.astype(type_.dtype.np, copy=False).reshape(type_.shape)  # type: ignore[arg-type]
+    shape = tuple(int(s) for s in type_.shape)  # type: ignore[arg-type]
+    unpacked = PACKINGS[type_.packing].unpack(array, shape)
+    return unpacked.astype(type_.dtype.np, copy=False)
 
 
 def bind_weights(graph: Graph, weights: Weights) -> Graph:

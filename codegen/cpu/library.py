@@ -12,7 +12,7 @@ from aotc.codegen.cpu.render import Source, render
 from aotc.ir.program import Kernel, Program
 
 INCLUDES = {
-    "loops": (), "matmul": ("gemv.h", "gemm.h"), "kv_append": (), "attention": ("attention.h",),
+    "loops": (), "matmul": ("gemv.h", "gemm.h"), "kv_append": (), "attention": ("attention_batch.h",),
     "sample": ("sampler.h",),
 }  # fmt: skip
 """Headers that a family needs besides those of every kernel."""

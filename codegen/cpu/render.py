@@ -18,6 +18,7 @@ from aotc.ir.program import Kernel
 from aotc.ir.sizes import Size, names_in, product
 
 SYNTAX = CppSyntax()
+MAX_ROWS = 1024  # sequences of a step, for scratch
 BLOCK = 512  # elements of a row that one work item covers, where rows can be cut
 
 
@@ -178,9 +179,8 @@ def _attention(frame: _Frame) -> Source:
     q, kv, query_start, seq_lens, index = (frame.pointers[v] for v in node.inputs)
     shape, cache = node.inputs[0].type.shape, node.inputs[1].type
     storage = STORAGE[cache.dtype.name]
-    group = shape[1] // cache.shape[2]  # type: ignore[operator]
     return frame.source(
-        "attention", f"attention_scratch_bytes<{storage}>({shape[2]}, {group})", heads=shape[1],
+        "attention", f"attention_batch_scratch_bytes<{shape[2]}, {storage}>({MAX_ROWS})", heads=shape[1],
         kv_heads=cache.shape[2], d=shape[2], context=cache.shape[3], window=node.attrs.window or 0,
         scale=SYNTAX.constant(node.attrs.scale, f32), storage=storage, q=q, kv=kv, query_start=query_start,
         seq_lens=seq_lens, index=index, rows=SYNTAX.size(node.inputs[3].type.shape[0]), out=frame.pointers[node.out],

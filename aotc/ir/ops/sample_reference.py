@@ -87,8 +87,8 @@ def sample_rows(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """A batch: logits f32 [rows, vocab], settings u8 [rows, 128], history i32 [slots, length], index [rows].
 
-    Returns tokens i32 [rows], logprobs f32 [rows, 21], ids i32 [rows, 21] and `history`, in which the token of
-    row r now stands at [index[r], history_len]; NAN, EMPTY and what is past the end are not written.
+    Returns tokens i32 [rows], logprobs f32 [rows, 21], ids i32 [rows, 21] and `history`, in which the token
+    of row r now stands at [index[r], history_len]; NAN, EMPTY and what is past the end are not written.
     """
     rows = np.ascontiguousarray(settings).view(ROW)[:, 0]
     sampled = [sample_row(logits[r], rows[r], history[index[r]]) for r in range(len(rows))]

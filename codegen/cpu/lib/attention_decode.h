@@ -92,7 +92,7 @@ static inline float decode_softmax(float* scores, int count, float scale_log2, f
 template <int HD, int G, class T>
 AOTC_INLINE void decode_values(const T* v, long row_stride, int count, const float (*weights)[decode_block],
                                const float* shrink, float* out) {
-  constexpr int part = HD <= 64 || G == 1 ? HD : 64;  // columns at a time, so that G * part / 16 sums stay in registers
+  constexpr int part = HD <= 64 || G == 1 ? HD : HD % 64 == 0 ? 64 : 32;  // columns at a time, so that G * part / 16 sums stay in registers
   for (int d = 0; d < HD; d += part) {
     f32x16 sum[G][part / 16];
 #pragma GCC unroll 16

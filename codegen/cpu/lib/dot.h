@@ -46,10 +46,14 @@ template <> struct Dot<float, bf16> {
 #if defined(__AVX512BF16__)
 template <> struct Dot<bf16, bf16> {
   static constexpr bool native = true;
-  using Step = __m512bh;
-  AOTC_INLINE Step load_step(const bf16* w) { return (__m512bh)_mm512_loadu_si512(w); }
+  using Step = __m512i;
+  AOTC_INLINE Step load_step(const bf16* w) { return _mm512_loadu_si512(w); }
   AOTC_INLINE f32x16 madd_pair(f32x16 acc, uint32_t pair, Step w) {
-    return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_set1_epi32((int)pair), w)};
+    __m512i x = _mm512_set1_epi32((int)pair);
+#if defined(__clang__) && __clang_major__ < 18
+    __asm__("" : "+v"(x));  // clang 16 crashes on a vdpbf16ps whose operand it knows to be a broadcast
+#endif
+    return {_mm512_dpbf16_ps(acc.v, (__m512bh)x, (__m512bh)w)};
   }
   AOTC_INLINE f32x16 madd(f32x16 acc, const bf16* x, Step w) {
     uint32_t pair;

@@ -1,0 +1,151 @@
+"""The manifest of an artifact: everything in it, with sizes and checksums. JSON, hashed itself."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+
+from aotc.errors import ArtifactError
+
+FORMAT_VERSION = 1
+CHUNK_BYTES = 4 << 20  # of weights.bin that one checksum covers
+
+
+class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    pass
+
+
+class File(_Struct):
+    """A file besides the weights."""
+
+    size: int
+    sha256: str
+
+
+class Weight(_Struct):
+    """A tensor of weights.bin. Several names may share a place. `shape` is logical; `packing` names the layout."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    packing: str | None = None
+
+
+class StateField(_Struct):
+    """A part of a slot of the state: `shape` is that of one sequence."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+class State(_Struct):
+    """The KV cache and what else lives from step to step: `slot_bytes` for each sequence, sized at load."""
+
+    layout: str
+    slot_bytes: int
+    fields: tuple[StateField, ...]
+
+
+class ProgramEntry(_Struct):
+    """A program of a target. `kind` is decode (bucket: rows), extend (bucket: tokens) or call."""
+
+    name: str
+    kind: str
+    bucket: int
+    plan: str
+
+
+class TargetEntry(_Struct):
+    """Everything for one architecture. `scratch_bytes` is a thread's (CPU)."""
+
+    name: str
+    device: str
+    library: str
+    arena_bytes: int
+    scratch_bytes: int
+    programs: tuple[ProgramEntry, ...]
+
+
+class Model(_Struct):
+    """What the model is. The later fields are for LLMs."""
+
+    name: str
+    kind: str
+    dtype: str
+    family: str = ""
+    vocab_size: int = 0
+    max_model_len: int = 0
+    num_layers: int = 0
+    max_rows: int = 0
+    max_tokens: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    parameters: int = 0
+
+
+class Manifest(_Struct):
+    """The whole. `sha256` covers the canonical JSON of all other fields."""
+
+    format_version: int
+    model: Model
+    targets: tuple[TargetEntry, ...]
+    weights: tuple[Weight, ...]
+    weights_bytes: int
+    weights_crc32: tuple[int, ...]
+    files: dict[str, File]
+    state: State | None = None
+    provenance: dict[str, str] = {}
+    sha256: str = ""
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """JSON with its own hash filled in; the same bytes for the same manifest."""
+    return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, sha256=_digest(manifest))), indent=1)
+
+
+def decode_manifest(data: bytes) -> Manifest:
+    """Reads and checks a manifest. Raises ArtifactError: malformed, edited, or of another format version."""
+    try:
+        version = msgspec.json.decode(data, type=_Version).format_version
+        if version != FORMAT_VERSION:
+            raise ArtifactError(
+                f"the artifact has format version {version}, this aotc reads {FORMAT_VERSION}: compile the model again"
+            )
+        manifest = msgspec.json.decode(data, type=Manifest)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"manifest.json is malformed: {error}") from None
+    if manifest.sha256 != _digest(manifest):
+        raise ArtifactError("manifest.json was changed after it was written: compile the model again")
+    _check(manifest)
+    return manifest
+
+
+class _Version(msgspec.Struct):
+    format_version: int
+
+
+def _digest(manifest: Manifest) -> str:
+    plain: Any = msgspec.to_builtins(msgspec.structs.replace(manifest, sha256=""))
+    return hashlib.sha256(msgspec.json.encode(plain, order="sorted")).hexdigest()
+
+
+def _check(m: Manifest) -> None:
+    chunks = -(-m.weights_bytes // CHUNK_BYTES)
+    if m.weights_bytes < 0 or len(m.weights_crc32) != chunks:
+        raise ArtifactError("manifest.json is malformed: the checksums do not cover weights.bin")
+    for w in m.weights:
+        if w.offset < 0 or w.nbytes < 0 or w.offset + w.nbytes > m.weights_bytes:
+            raise ArtifactError(f"manifest.json is malformed: weight {w.name} lies outside weights.bin")
+    if m.state is not None and m.state.slot_bytes <= 0:
+        raise ArtifactError("manifest.json is malformed: the state's size")
+    for target in m.targets:
+        if target.arena_bytes < 0 or target.scratch_bytes < 0:
+            raise ArtifactError(f"manifest.json is malformed: memory of {target.name}")
+        for path in (target.library, *(p.plan for p in target.programs)):
+            if path and path not in m.files:
+                raise ArtifactError(f"manifest.json is malformed: {path} is not among its files")

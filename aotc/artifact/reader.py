@@ -1,0 +1,127 @@
+"""Opens an artifact: checks everything but the weights at once, maps those, and checks them while they are read."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import stat
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from aotc.artifact.manifest import CHUNK_BYTES, Manifest, TargetEntry, decode_manifest
+from aotc.artifact.plan import Plan, decode_plan
+from aotc.errors import ArtifactError
+from aotc.target import best_cpu_target
+
+MAX_MANIFEST = 64 << 20
+
+
+class Artifact:
+    """An open artifact. Files read through it were checked against the manifest."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+
+    def read(self, name: str) -> bytes:
+        """A file's bytes. Raises ArtifactError when its size or hash differs."""
+        entry = self.manifest.files.get(name)
+        if entry is None:
+            raise ArtifactError(f"{self.path} has no {name}")
+        data = _read(self.path, name, entry.size)
+        if len(data) != entry.size or hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise ArtifactError(f"{self.path / name} is damaged (wrong checksum): compile the model again or copy it again")
+        return data
+
+    def has(self, name: str) -> bool:
+        return name in self.manifest.files
+
+    def plan(self, name: str) -> Plan:
+        """A program's plan, by its path."""
+        return decode_plan(self.read(name))
+
+    def file(self, name: str) -> Path:
+        """The path of a file for a library that opens it itself, after a check."""
+        self.read(name)
+        return self.path / name
+
+    def cpu_target(self) -> TargetEntry:
+        """The best CPU target that this machine runs. Raises ArtifactError listing what is inside."""
+        inside = {t.name: t for t in self.manifest.targets if t.device == "cpu"}
+        best = best_cpu_target(tuple(inside))
+        if best is None:
+            here = best_cpu_target()
+            names = ", ".join(t.name for t in self.manifest.targets)
+            raise ArtifactError(
+                f"{self.path} was compiled for {names}; this CPU is {here.name if here else 'older than x86-64-v3'}: "
+                f"compile it with --arch {here.name if here else 'x86-64-v3'}"
+            )
+        return inside[best.name]
+
+    def map_weights(self) -> np.ndarray:
+        """weights.bin as read-only bytes, mapped. Raises ArtifactError when its size differs."""
+        path = _inside(self.path, "weights.bin")
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != self.manifest.weights_bytes:
+                raise ArtifactError(
+                    f"{path} has {size} bytes, the manifest says {self.manifest.weights_bytes}: copy the artifact again"
+                )
+            if size == 0:
+                return np.zeros(0, np.uint8)
+            return np.frombuffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ), np.uint8)
+
+    def check_weights(self, weights: np.ndarray, threads: int) -> None:
+        """Compares the checksum of every chunk. Raises ArtifactError naming the first damaged weight."""
+
+        def damaged(chunk: int) -> bool:
+            part = weights[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
+            return zlib.crc32(part) != self.manifest.weights_crc32[chunk]
+
+        with ThreadPoolExecutor(threads) as pool:
+            for chunk, bad in enumerate(pool.map(damaged, range(len(self.manifest.weights_crc32)))):
+                if bad:
+                    raise ArtifactError(f"{self.path / 'weights.bin'} is damaged at {self._tensor_at(chunk)}: copy it again")
+
+    def _tensor_at(self, chunk: int) -> str:
+        first, last = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES
+        names = [w.name for w in self.manifest.weights if w.offset < last and w.offset + w.nbytes > first]
+        return names[0] if names else f"byte {first}"
+
+
+def open_artifact(path: str | Path) -> Artifact:
+    """Opens a folder. Raises ArtifactError for anything that is not a whole, unchanged artifact."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ArtifactError(f"{folder} is no folder: compile a model into it with `aotc compile MODEL -o {folder}`")
+    if not (folder / "manifest.json").is_file():
+        raise ArtifactError(f"{folder} has no manifest.json: it is no artifact, or its compile did not finish")
+    manifest = decode_manifest(_read(folder, "manifest.json", MAX_MANIFEST))
+    for name, entry in manifest.files.items():
+        found = _inside(folder, name)
+        if found.stat().st_size != entry.size:
+            raise ArtifactError(f"{found} has {found.stat().st_size} bytes, the manifest says {entry.size}: copy it again")
+    return Artifact(folder, manifest)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The path of a regular file whose real place is inside the folder."""
+    path = folder / name
+    if os.path.isabs(name) or ".." in Path(name).parts or os.path.normpath(name) != name:
+        raise ArtifactError(f"{folder}: {name!r} leaves the artifact")
+    try:
+        real = path.resolve(strict=True)
+        regular = stat.S_ISREG(real.stat().st_mode)
+    except OSError:
+        raise ArtifactError(f"{path} is missing: copy the artifact again") from None
+    if not real.is_relative_to(folder.resolve()) or not regular:
+        raise ArtifactError(f"{folder}: {name!r} leaves the artifact or is no file")
+    return path
+
+
+def _read(folder: Path, name: str, most: int) -> bytes:
+    with open(_inside(folder, name), "rb") as file:
+        return file.read(most + 1)

@@ -1,0 +1,154 @@
+"""Compiles a model into an artifact: front end, passes, codegen, weights, manifest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from aotc.artifact.manifest import FORMAT_VERSION, Manifest, ProgramEntry, State, StateField, TargetEntry
+from aotc.artifact.manifest import Model as ModelEntry
+from aotc.artifact.plan import encode_plan
+from aotc.artifact.writer import ArtifactWriter
+from aotc.codegen.cpu.library import build
+from aotc.errors import UnsupportedError
+from aotc.frontend.model import Model, read_logical
+from aotc.ir.graph import Graph
+from aotc.ir.interpret import interpret
+from aotc.ir.packing import PACKINGS as LAYOUTS
+from aotc.ir.program import Program
+from aotc.passes import MODEL_PASSES, PACKINGS, PROGRAM_GRAPH_PASSES, PROGRAM_PASSES, cone, lower, pack_weights, split_weights
+from aotc.passes.runner import dump, run_passes
+from aotc.passes.specialise import decode, extend
+from aotc.planner import Placement, make_plan
+from aotc.target import Target
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose. Buckets bound the rows of decode programs and the tokens of extend programs."""
+
+    decode_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    extend_buckets: tuple[int, ...] = (128, 512, 2048)
+
+
+def compile_model(
+    model: Model, targets: tuple[Target, ...], writer: ArtifactWriter, options: Options, progress: Progress
+) -> Manifest:
+    """Writes the artifact of a model and returns its manifest (committed). Raises AotcError."""
+    cuda = [t.name for t in targets if t.device == "cuda"]
+    if cuda:
+        raise UnsupportedError(f"artifacts for {', '.join(cuda)} cannot be written yet: compile for a CPU level")
+    progress("optimise", 0, 1)
+    graph = run_passes(model.graph, MODEL_PASSES, "model")
+    progress("optimise", 1, 1)
+    state = state_of(graph)
+    packed = run_passes(graph, [lambda g: pack_weights(g, PACKINGS["cpu"])], "cpu")
+    prologue, main = split_weights(packed)
+    programs = [make_program(g) for g in progress_over(list(_specialised(main, model, options)), "programs", progress)]
+    placement = Placement(_write_weights(prologue, model, writer, progress), {f.name: f.offset for f in state.fields} if state else {})
+    slot = state.slot_bytes if state else 0
+    entries = tuple(_write_target(t, programs, slot, placement, writer, progress) for t in targets)
+    for program in programs:
+        writer.add_file(f"graphs/{program.name}.ir", (str(program.graph) + "\n").encode())
+    manifest = Manifest(
+        format_version=FORMAT_VERSION, model=_model_entry(model, options), targets=entries, weights=(), weights_bytes=0,
+        weights_crc32=(), files={}, state=state,
+    )  # fmt: skip
+    writer.commit(manifest)
+    return manifest
+
+
+def make_program(graph: Graph) -> Program:
+    """A specialised graph as a planned program."""
+    program = lower(run_passes(graph, PROGRAM_GRAPH_PASSES, graph.name))
+    for function in PROGRAM_PASSES:
+        program = function(program)
+    return program
+
+
+def _specialised(main: Graph, model: Model, options: Options) -> Iterator[Graph]:
+    if model.kind != "llm":
+        yield main
+        return
+    for rows in options.decode_buckets:
+        yield decode(main, rows)
+    for tokens in options.extend_buckets:
+        yield extend(main, tokens)
+
+
+def state_of(graph: Graph) -> State | None:
+    """The layout of a slot: each state of the graph, without its first axis, one after the other."""
+    fields, offset = [], 0
+    names = {source for _, source in graph.aliases}
+    for value in graph.inputs:
+        if value.name in names:
+            shape = tuple(int(s) for s in value.type.shape[1:])  # type: ignore[arg-type]
+            fields.append(StateField(value.name, value.type.dtype.name, shape, offset))
+            offset += -(-math.prod(shape) * value.type.dtype.itemsize // 64) * 64
+    return State("static", offset, tuple(fields)) if fields else None
+
+
+def _write_weights(prologue: Graph, model: Model, writer: ArtifactWriter, progress: Progress) -> dict[str, int]:
+    """Evaluates the prologue one weight at a time and writes each in its layout. Returns offsets by key."""
+    offsets = {}
+    for key in progress_over(list(prologue.output_names), "weights", progress):
+        part = cone(prologue, key)
+        array = interpret(part, {}, lambda k: read_logical(model.weights, k))[key]
+        type_ = part.outputs[0].type
+        shape = tuple(int(s) for s in type_.shape)  # type: ignore[arg-type]
+        if type_.packing is not None:
+            pack = LAYOUTS[type_.packing].pack
+            assert pack is not None, f"no packer for {type_.packing}"
+            array = pack(array)
+        offsets[key] = writer.add_weight(key, type_.dtype.name, shape, type_.packing, array).offset
+    return offsets
+
+
+def _write_target(
+    target: Target, programs: list[Program], slot_bytes: int, placement: Placement, writer: ArtifactWriter, progress: Progress
+) -> TargetEntry:
+    total = len({k for p in programs for k in p.kernels}) + 1
+    done = iter(range(1, total + 1))
+    stage = f"kernels {target.name}"
+    progress(stage, 0, total)
+    library = build(programs, target.name, slot_bytes, lambda _: progress(stage, next(done), total))
+    path = f"kernels/{target.name}/kernels.so"
+    writer.add_file(path, library.data)
+    for name, source in library.sources.items():
+        dump(f"{target.name}_{name}.cpp", source)
+    entries = []
+    for program in programs:
+        plan = make_plan(program, library.dims, placement)
+        name = f"plans/{target.name}/{program.name}.json"
+        writer.add_file(name, encode_plan(plan))
+        kind, _, bucket = program.name.partition("_")
+        llm = kind in ("decode", "extend") and bucket.isdigit()
+        entries.append(ProgramEntry(program.name, kind if llm else "call", int(bucket) if llm else 0, name))
+    arena = max(p.arena_bytes for p in programs)
+    return TargetEntry(target.name, target.device, path, arena, library.scratch_bytes, tuple(entries))
+
+
+def _model_entry(model: Model, options: Options) -> ModelEntry:
+    if model.config is None:
+        return ModelEntry(model.name, model.kind, "")
+    c = model.config
+    dtype = next(v.type.dtype.name for v in model.graph.inputs if v.name == "kv.0")
+    return ModelEntry(
+        model.name, model.kind, dtype, c.family, c.vocab_size, model.max_model_len, c.num_hidden_layers,
+        max(options.decode_buckets), max(options.extend_buckets), c.eos_token_ids,
+        parameters=sum(math.prod(w.value.type.shape) for w in model.graph.weights),  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def progress_over(items: list, stage: str, progress: Progress) -> Iterable:
+    """Yields the items, reporting each when it is done."""
+    progress(stage, 0, len(items))
+    for n, item in enumerate(items):
+        yield item
+        progress(stage, n + 1, len(items))
+
+

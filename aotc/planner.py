@@ -1,0 +1,108 @@
+"""Prints a program as the plan that an artifact holds: buffers become places, names become numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aotc.artifact import plan as P
+from aotc.errors import UnsupportedError
+from aotc.ir.cost import flops
+from aotc.ir.program import Branch, Buffer, Call, Instruction, Program
+from aotc.ir.sizes import Size
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where things outside the arena lie: weight offsets by key, state offsets within a slot by name."""
+
+    weights: Mapping[str, int]
+    states: Mapping[str, int]
+
+
+def make_plan(program: Program, dims_of: Mapping[str, tuple[str, ...]], placement: Placement) -> P.Plan:
+    """The plan. `dims_of` names the dims that each kernel takes after its buffers.
+
+    Inputs and outputs get a space each; all weights share one, and so do all states (slots of the cache).
+    """
+    return _Planner(program, dims_of, placement).plan()
+
+
+class _Planner:
+    def __init__(self, program: Program, dims_of: Mapping[str, tuple[str, ...]], placement: Placement) -> None:
+        self.program, self.dims_of, self.placement = program, dims_of, placement
+        self.spaces: list[P.Space] = [P.Space("arena", "arena"), P.Space("weights", "weights"), P.Space("state", "state")]
+        self.space_of: dict[str, int] = {}
+        for b in program.buffers.values():
+            if b.space in ("input", "output"):
+                self.space_of[b.name] = len(self.spaces)
+                self.spaces.append(P.Space(b.key, b.space))
+        self.kernels = sorted(program.kernels)
+        self.dims = [d.name for d in program.dims]
+
+    def plan(self) -> P.Plan:
+        program = self.program
+        updated = {}
+        for name, buffer in program.outputs:
+            if program.buffers[buffer].space == "state":
+                updated[name] = program.buffers[buffer].key
+        return P.Plan(
+            program=program.name,
+            dims=tuple(P.Dim(d.name, d.lo, d.hi) for d in program.dims),
+            spaces=tuple(self.spaces),
+            inputs=tuple(self._tensor(program.buffers[b].key, program.buffers[b]) for b in program.inputs),
+            outputs=tuple(self._tensor(n, program.buffers[b], updated.get(n)) for n, b in program.outputs),
+            kernels=tuple(P.Kernel(k, program.kernels[k].family) for k in self.kernels),
+            body=self._body(program.body),
+            arena_bytes=program.arena_bytes,
+            arena_lower_bound=program.arena_lower_bound,
+        )
+
+    def _tensor(self, name: str, buffer: Buffer, alias: str | None = None) -> P.Tensor:
+        place = self._place(buffer)
+        shape = tuple(size_expr(s) for s in buffer.type.shape)
+        return P.Tensor(name, buffer.type.dtype.name, shape, place.space, place.offset, alias)
+
+    def _place(self, buffer: Buffer) -> P.Address:
+        if buffer.space == "arena":
+            assert buffer.offset is not None
+            return P.Address(0, buffer.offset)
+        if buffer.space == "weight":
+            return P.Address(1, self.placement.weights[buffer.key])
+        if buffer.space == "state":
+            return P.Address(2, self.placement.states[buffer.key])
+        return P.Address(self.space_of[buffer.name], 0)
+
+    def _body(self, body: tuple[Instruction, ...]) -> tuple[P.Instruction, ...]:
+        return tuple(self._branch(step) if isinstance(step, Branch) else self._call(step) for step in body)
+
+    def _branch(self, step: Branch) -> P.If:
+        condition = self._place(self.program.buffers[step.condition])
+        return P.If(condition, self._body(step.then), self._body(step.orelse))
+
+    def _call(self, call: Call) -> P.Call:
+        kernel = self.program.kernels[call.kernel]
+        fresh = [b for b in call.outputs if b not in call.inputs or self.program.buffers[b].space != "state"]
+        names = [*call.inputs, *fresh]
+        args: list[P.Arg] = [self._place(self.program.buffers[n]) for n in names]
+        args += [P.DimValue(self.dims.index(d)) for d in self.dims_of[call.kernel]]
+        moved: Size = 0
+        for n in dict.fromkeys(names):
+            b = self.program.buffers[n]
+            moved = moved + (b.type.size * b.type.dtype.itemsize if b.space != "state" else 0)
+        return P.Call(
+            self.kernels.index(call.kernel), tuple(args), call.barrier, kernel.name, call.sources,
+            size_expr(flops(kernel.body)), size_expr(moved),
+        )  # fmt: skip
+
+
+def size_expr(size: Size) -> P.SizeExpr:
+    """A size in the plan's form. Raises UnsupportedError for one with a division."""
+    if isinstance(size, int):
+        return size
+    terms = []
+    for atoms, coefficient in size.terms:
+        if not all(isinstance(a, str) for a in atoms):
+            raise UnsupportedError(f"size {size} divides a dynamic dim: make that dim a number with --dim NAME=N")
+        terms.append((coefficient, tuple(str(a) for a in atoms)))
+    return tuple(terms)

@@ -1,0 +1,156 @@
+"""The CPU: a process-wide thread pool, memory, and programs run by one C call."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from aotc import knobs
+from aotc.artifact.plan import Address, Call, Constant, DimValue, If, Plan
+from aotc.errors import DeviceError
+
+ABI = 1
+_CALL, _BARRIER, _JUMP_IF_FALSE, _JUMP = range(4)
+_SPEC = np.dtype([("kind", "i4"), ("index", "i4"), ("value", "i8")])
+_STEP = np.dtype([("op", "i4"), ("target", "i4"), ("first", "i4"), ("count", "i4")])
+
+_pool: int | None = None
+_pool_lock = threading.Lock()
+
+
+def thread_count() -> int:
+    """Threads to use: AOTC_NUM_THREADS, or the CPUs of this process's affinity and cgroup quota."""
+    return knobs.num_threads() or min(len(os.sched_getaffinity(0)), _cgroup_cpus())
+
+
+def _cgroup_cpus() -> int:
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(int(quota) // int(period), 1)
+    except (OSError, ValueError):  # no cgroup v2, or "max"
+        return 1 << 30
+
+
+def allocate(nbytes: int) -> np.ndarray:
+    """Zeroed bytes, page aligned, outside Python's heap."""
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
+
+
+class CpuLibrary:
+    """A target's kernels. Loading one runs native code of the artifact: its hash was checked before."""
+
+    def __init__(self, path: Path, scratch_bytes: int) -> None:
+        try:
+            self._dll = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise DeviceError(f"{path} does not load here: {error}; compile the model again for this machine") from None
+        abi = self._dll.aotc_abi()
+        if abi != ABI:
+            raise DeviceError(f"{path} has kernel interface {abi}, this runtime {ABI}: compile the model again")
+        self._dll.aotc_pool_create.restype = ctypes.c_void_p
+        self.run = self._dll.aotc_run
+        self.run.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64] + [
+            ctypes.c_void_p] * 5 + [ctypes.c_int64, ctypes.c_void_p]  # fmt: skip
+        self.run.restype = None
+        self.pool = self._shared_pool()
+        self.scratch_bytes = scratch_bytes
+        self.scratch = allocate(scratch_bytes * thread_count())
+
+    def _shared_pool(self) -> int:
+        global _pool
+        with _pool_lock:
+            if _pool is None:
+                _pool = self._dll.aotc_pool_create(thread_count())
+                if not _pool:
+                    raise DeviceError(f"cannot start {thread_count()} threads: set AOTC_NUM_THREADS lower")
+            return _pool
+
+    def address(self, symbol: str) -> int:
+        """Address of a kernel."""
+        try:
+            return ctypes.cast(getattr(self._dll, symbol), ctypes.c_void_p).value or 0
+        except AttributeError:
+            raise DeviceError(f"the kernel library has no {symbol}: compile the model again") from None
+
+
+class CpuProgram:
+    """A plan made ready: flat arrays that the C walker reads. Running allocates nothing and calls Python once."""
+
+    def __init__(self, plan: Plan, library: CpuLibrary) -> None:
+        self.plan, self._library = plan, library
+        steps: list[tuple[int, int, int, int]] = []
+        specs: list[tuple[int, int, int]] = []
+        _flatten(plan.body, steps, specs)
+        self._steps, self._specs = np.array(steps, _STEP), np.array(specs, _SPEC)
+        self._resolved = np.zeros(len(specs), np.uint64)
+        self._kernels = np.array([library.address(k.symbol) for k in plan.kernels], np.uint64)
+        self._bases = np.zeros(len(plan.spaces), np.uint64)
+        self._dims = np.zeros(len(plan.dims), np.int64)
+        self.space_index = {(s.kind, s.name): i for i, s in enumerate(plan.spaces)}
+        self.nanoseconds: np.ndarray | None = None
+        self._pointers: list[Any] = [
+            ctypes.c_void_p(a.ctypes.data) for a in (self._steps, self._specs, self._resolved, self._kernels, self._bases, self._dims, library.scratch)
+        ]  # fmt: skip
+
+    def bind(self, kind: str, name: str, address: int) -> None:
+        """Sets the base address of a space; unknown names are refused with KeyError."""
+        self._bases[self.space_index[kind, name]] = address
+
+    def run(self, dims: Mapping[str, int]) -> None:
+        """Runs the plan at these dims, on memory bound before."""
+        for i, d in enumerate(self.plan.dims):
+            self._dims[i] = dims[d.name]
+        steps, specs, resolved, kernels, bases, sizes, scratch = self._pointers
+        times = None if self.nanoseconds is None else ctypes.c_void_p(self.nanoseconds.ctypes.data)
+        library = self._library
+        library.run(
+            library.pool, steps, len(self._steps), specs, len(self._specs), resolved, kernels, bases, sizes, scratch,
+            library.scratch_bytes, times,
+        )  # fmt: skip
+
+    def profile(self, on: bool = True) -> None:
+        """Counts nanoseconds a step in `nanoseconds`, from now on."""
+        self.nanoseconds = np.zeros(len(self._steps), np.int64) if on else None
+
+    def call_times(self) -> list[tuple[str, int]]:
+        """(kernel, nanoseconds) of each call in order, its barrier's wait apart under the name "barrier"."""
+        assert self.nanoseconds is not None
+        names = [k.symbol for k in self.plan.kernels]
+        return [
+            (names[s["target"]] if s["op"] == _CALL else "barrier", int(t))
+            for s, t in zip(self._steps, self.nanoseconds, strict=True)
+        ]
+
+
+def _flatten(body: tuple[Call | If, ...], steps: list, specs: list) -> None:
+    """Steps and argument specs of a body, branches as jumps; jumps are patched once their target is known."""
+    for step in body:
+        if isinstance(step, Call):
+            if step.barrier and steps:
+                steps.append((_BARRIER, 0, 0, 0))
+            steps.append((_CALL, step.kernel, len(specs), len(step.args)))
+            specs += [_spec(a) for a in step.args]
+            continue
+        steps.append((_BARRIER, 0, 0, 0))
+        jump = len(steps)
+        specs.append(_spec(step.condition))
+        steps.append((_JUMP_IF_FALSE, 0, len(specs) - 1, 1))
+        _flatten(step.then, steps, specs)
+        end = len(steps)
+        steps.append((_JUMP, 0, 0, 0))
+        steps[jump] = (_JUMP_IF_FALSE, len(steps), *steps[jump][2:])
+        _flatten(step.orelse, steps, specs)
+        steps[end] = (_JUMP, len(steps), 0, 0)
+
+
+def _spec(arg: Address | DimValue | Constant) -> tuple[int, int, int]:
+    if isinstance(arg, Address):
+        return 0, arg.space, arg.offset
+    return (1, arg.dim, 0) if isinstance(arg, DimValue) else (2, 0, arg.value)
