@@ -17,7 +17,16 @@ from aotc.ir.graph import Graph
 from aotc.ir.interpret import interpret
 from aotc.ir.packing import PACKINGS as LAYOUTS
 from aotc.ir.program import Program
-from aotc.passes import MODEL_PASSES, PACKINGS, PROGRAM_GRAPH_PASSES, PROGRAM_PASSES, cone, lower, pack_weights, split_weights
+from aotc.passes import (
+    MODEL_PASSES,
+    PACKINGS,
+    PROGRAM_GRAPH_PASSES,
+    PROGRAM_PASSES,
+    cone,
+    lower,
+    pack_weights,
+    split_weights,
+)
 from aotc.passes.runner import dump, run_passes
 from aotc.passes.specialise import decode, extend
 from aotc.planner import Placement, make_plan
@@ -35,6 +44,14 @@ class Options:
     extend_buckets: tuple[int, ...] = (128, 512, 2048)
 
 
+def buckets(max_rows: int, max_tokens: int) -> Options:
+    """Options with the usual buckets up to these bounds, the bounds included."""
+    rows, tokens = Options().decode_buckets, Options().extend_buckets
+    return Options(
+        (*(b for b in rows if b < max_rows), max_rows), (*(b for b in tokens if b < max_tokens), max(max_tokens, 1))
+    )
+
+
 def compile_model(
     model: Model, targets: tuple[Target, ...], writer: ArtifactWriter, options: Options, progress: Progress
 ) -> Manifest:
@@ -49,7 +66,9 @@ def compile_model(
     packed = run_passes(graph, [lambda g: pack_weights(g, PACKINGS["cpu"])], "cpu")
     prologue, main = split_weights(packed)
     programs = [make_program(g) for g in progress_over(list(_specialised(main, model, options)), "programs", progress)]
-    placement = Placement(_write_weights(prologue, model, writer, progress), {f.name: f.offset for f in state.fields} if state else {})
+    placement = Placement(
+        _write_weights(prologue, model, writer, progress), {f.name: f.offset for f in state.fields} if state else {}
+    )
     slot = state.slot_bytes if state else 0
     entries = tuple(_write_target(t, programs, slot, placement, writer, progress) for t in targets)
     for program in programs:
@@ -58,8 +77,7 @@ def compile_model(
         format_version=FORMAT_VERSION, model=_model_entry(model, options), targets=entries, weights=(), weights_bytes=0,
         weights_crc32=(), files={}, state=state,
     )  # fmt: skip
-    writer.commit(manifest)
-    return manifest
+    return writer.commit(manifest)
 
 
 def make_program(graph: Graph) -> Program:
@@ -109,7 +127,12 @@ def _write_weights(prologue: Graph, model: Model, writer: ArtifactWriter, progre
 
 
 def _write_target(
-    target: Target, programs: list[Program], slot_bytes: int, placement: Placement, writer: ArtifactWriter, progress: Progress
+    target: Target,
+    programs: list[Program],
+    slot_bytes: int,
+    placement: Placement,
+    writer: ArtifactWriter,
+    progress: Progress,
 ) -> TargetEntry:
     total = len({k for p in programs for k in p.kernels}) + 1
     done = iter(range(1, total + 1))
@@ -150,5 +173,3 @@ def progress_over(items: list, stage: str, progress: Progress) -> Iterable:
     for n, item in enumerate(items):
         yield item
         progress(stage, n + 1, len(items))
-
-

@@ -31,7 +31,11 @@ def make_plan(program: Program, dims_of: Mapping[str, tuple[str, ...]], placemen
 class _Planner:
     def __init__(self, program: Program, dims_of: Mapping[str, tuple[str, ...]], placement: Placement) -> None:
         self.program, self.dims_of, self.placement = program, dims_of, placement
-        self.spaces: list[P.Space] = [P.Space("arena", "arena"), P.Space("weights", "weights"), P.Space("state", "state")]
+        self.spaces: list[P.Space] = [
+            P.Space("arena", "arena"),
+            P.Space("weights", "weights"),
+            P.Space("state", "state"),
+        ]
         self.space_of: dict[str, int] = {}
         for b in program.buffers.values():
             if b.space in ("input", "output"):

@@ -3,6 +3,9 @@
 `LoopNest.emit(value, index)` returns the name of a scalar that holds `value[index]`, after adding the statements
 that compute it to the innermost scope whose loop variables the index needs. So what depends on the row alone is
 computed once a row, and a reduction becomes a loop of its own just there. Views are index arithmetic.
+
+What is written in C here (declarations of indices, conditions, loops) is a method that a target with another
+language overrides.
 """
 
 from __future__ import annotations
@@ -13,14 +16,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from aotc.codegen.views import VIEWS, Index, add, linear, mul
 from aotc.ir.builder import Builder
 from aotc.ir.dtypes import DType, bool_, f32, f64, i64
-from aotc.ir.graph import Graph, Node, TensorType, Value
+from aotc.ir.graph import Graph, Node, Value
 from aotc.ir.ops import OPS
 from aotc.ir.ops.contraction import free_axes
 from aotc.ir.sizes import Size
 
-Index = tuple[str, ...]
+__all__ = ["Index", "LoopNest", "Syntax", "accumulator_of", "add", "linear", "mul", "to_primitives"]
 
 
 class Syntax(Protocol):
@@ -77,11 +81,11 @@ class LoopNest:
         node = self.producer.get(value)
         if node is None:
             return self._keep(depth, value, index, self._load(value, index))
-        if node.op in _VIEWS:
-            return _VIEWS[node.op](self, node, index)
+        if node.op in VIEWS:
+            return VIEWS[node.op](self, node, index)
         if node.op in _REDUCTIONS:
             with self._at(depth):
-                return self._keep(depth, value, index, _REDUCTIONS[node.op](self, node, index), declared=True)
+                return self._keep(depth, value, index, self._reduced(node, index), declared=True)
         args = [self.emit(v, index) for v in node.inputs]
         expression = self.syntax.call(node.op, value.type.dtype, args, node)
         return self._keep(depth, value, index, expression)
@@ -136,7 +140,12 @@ class LoopNest:
         return self.syntax.load(self.pointers[value], type_.dtype, offset)
 
     def reduce_loop(
-        self, dtype: DType, start: str, ranges: list[str], step: Callable[[list[str]], str], combine: Callable[[str, str], str],
+        self,
+        dtype: DType,
+        start: str,
+        ranges: list[str],
+        step: Callable[[list[str]], str],
+        combine: Callable[[str, str], str],
         kind: str = "",
     ) -> str:
         """A loop over `ranges` that folds what `step` emits into an accumulator, written into the current scope."""
@@ -154,6 +163,72 @@ class LoopNest:
         self.line("}" * len(ranges))
         return total
 
+    def _reduced(self, node: Node, index: Index) -> str:
+        """Emits a reduction at `index` into the current scope; the name of its result."""
+        return _REDUCTIONS[node.op](self, node, index)
+
+    def fold(
+        self, kind: str, dtype: DType, index: Index, ranges: list[str], element: Callable[[list[str]], str]
+    ) -> str:
+        """Folds what `element` emits over `ranges` by a reduction's `kind`; `index` is the place of the result."""
+        wide = accumulator_of(dtype)
+        start = self.syntax.call(f"start_{kind}", wide, [], None)
+        combine = lambda a, e: self.syntax.call(f"fold_{kind}", wide, [a, e], None)  # noqa: E731
+        simd = {"sum": "+", "product": "*"}.get(kind, "") if dtype.is_float else ""
+        total = self.reduce_loop(dtype, start, ranges, element, combine, simd)
+        name = self.own(self.name())
+        self.line(self.syntax.declare(dtype, name, self.syntax.convert(total, wide, dtype)))
+        return name
+
+    def arg_fold(
+        self, kind: str, last: bool, dtype: DType, index: Index, length: str, element: Callable[[str], str]
+    ) -> str:
+        """The place of the best of `length` elements, the last of equal ones if `last`. NaN wins, as in numpy."""
+        best, where, r = self.name("best"), self.name("where"), self.name("r")
+        with self.scope(r) as inner:
+            value = element(r)
+        order = {"maximum": ">", "minimum": "<"}[kind] + ("=" if last else "")
+        better = f"{r} == 0 || {value} {order} {best} || ({value} != {value} && {best} == {best})"
+        start = self.syntax.call(f"start_{kind}", accumulator_of(dtype), [], None)
+        self.line(self.syntax.declare(dtype, best, start).replace("const ", "", 1))
+        self.line(f"int64_t {where} = 0;")
+        self.line(f"for (int64_t {r} = 0; {r} < {length}; ++{r}) {{")
+        self.scopes[-1].lines += ["  " + text for text in inner.lines]
+        self.line(f"  if ({better}) {{ {best} = {value}; {where} = {r}; }}")
+        self.line("}")
+        return self.own(where)
+
+    def named(self, expression: str) -> str:
+        """An index computed once, in the innermost scope that its variables need."""
+        name = self.name("k")
+        scope = self.scopes[self._depth((expression,))]
+        scope.lines.append(self.declare_index(name, expression))
+        scope.variables |= {name}
+        return name
+
+    def declare_index(self, name: str, expression: str) -> str:
+        return f"const int64_t {name} = {expression};"
+
+    def quotient(self, a: str, b: str) -> str:
+        """a / b of indices, rounded down."""
+        return f"({a}) / {b}"
+
+    def clamp(self, place: str, size: str) -> str:
+        """The index in 0 .. size - 1 that is next to `place`."""
+        return f"{place} < 0 ? 0 : {place} >= {size} ? {size} - 1 : {place}"
+
+    def inside(self, place: str, size: str) -> str:
+        """The condition that an index lies within an axis."""
+        return f"{place} >= 0 && {place} < {size}"
+
+    def every(self, conditions: list[str]) -> str:
+        """All conditions together."""
+        return " && ".join(conditions) or "true"
+
+    def index_value(self, index: str, dtype: DType) -> str:
+        """An index as an element of `dtype`."""
+        return self.syntax.convert(f"(int64_t)({index})", i64, dtype)
+
     def loop_heads(self, variables: list[str], ranges: list[str], total: str, kind: str) -> list[str]:
         heads = [f"for (int64_t {v} = 0; {v} < {n}; ++{v}) {{" for v, n in zip(variables, ranges, strict=True)]
         if kind and heads:
@@ -168,175 +243,6 @@ def accumulator_of(dtype: DType) -> DType:
     return dtype if dtype == bool_ else i64
 
 
-def add(*parts: str) -> str:
-    kept = [p for p in parts if p != "0"]
-    if not kept:
-        return "0"
-    return kept[0] if len(kept) == 1 else "(" + " + ".join(kept) + ")"
-
-
-def mul(a: str, b: str) -> str:
-    if "0" in (a, b):
-        return "0"
-    return b if a == "1" else a if b == "1" else f"{a} * {b}"
-
-
-def linear(index: Index, shape: tuple[str, ...]) -> str:
-    """Row-major offset of an index, in elements."""
-    offset = "0"
-    for place, size in zip(index, shape, strict=True):
-        offset = add(mul(offset, size), place)
-    return offset
-
-
-def _reshape(nest: LoopNest, node: Node, index: Index) -> str:
-    (x,) = node.inputs
-    return nest.emit(x, reindex(nest, node.out.type, x.type, index))
-
-
-def reindex(nest: LoopNest, outer: TensorType, inner: TensorType, index: Index) -> Index:
-    """The index into a reshape's input, axis groups of equal size at a time: a leading axis stays itself."""
-    result: list[str] = []
-    i = j = 0
-    while i < len(outer.shape) or j < len(inner.shape):
-        group_out, group_in = [i], [j]
-        size_out: Size = outer.shape[i] if i < len(outer.shape) else 1
-        size_in: Size = inner.shape[j] if j < len(inner.shape) else 1
-        i, j = min(i + 1, len(outer.shape)), min(j + 1, len(inner.shape))
-        while size_out != size_in:
-            grow_out = j == len(inner.shape) or (
-                i < len(outer.shape) and isinstance(size_out, int) and (not isinstance(size_in, int) or size_out < size_in)
-            )
-            if grow_out:
-                size_out, i = size_out * outer.shape[i], i + 1
-            else:
-                size_in, j = size_in * inner.shape[j], j + 1
-        outs, ins = range(group_out[0], i), range(group_in[0], j)
-        flat = linear(tuple(index[k] for k in outs), tuple(nest.syntax.size(outer.shape[k]) for k in outs))
-        result += _unflatten(nest, flat, [inner.shape[k] for k in ins], size_in)
-    return tuple(result)
-
-
-def _unflatten(nest: LoopNest, flat: str, sizes: list[Size], total: Size) -> list[str]:
-    parts: list[str] = []
-    rest: Size = 1
-    for n, size in reversed(list(enumerate(sizes))):
-        outermost = all(s == 1 for s in sizes[:n])
-        quotient = flat if rest == 1 else f"({flat}) / {nest.syntax.size(rest)}"
-        if size == 1:
-            parts.append("0")
-        elif outermost:
-            parts.append(quotient if rest == 1 else f"({quotient})")
-        else:
-            parts.append(f"(({quotient}) % {nest.syntax.size(size)})")
-        rest = rest * size
-    return parts[::-1]
-
-
-def _transpose(nest: LoopNest, node: Node, index: Index) -> str:
-    inner = [""] * len(index)
-    for out_axis, in_axis in enumerate(node.attrs.permutation):
-        inner[in_axis] = index[out_axis]
-    return nest.emit(node.inputs[0], tuple(inner))
-
-
-def _broadcast(nest: LoopNest, node: Node, index: Index) -> str:
-    (x,) = node.inputs
-    return nest.emit(x, tuple("0" if s == 1 else index[a] for s, a in zip(x.type.shape, node.attrs.axes, strict=True)))
-
-
-def _slice(nest: LoopNest, node: Node, index: Index) -> str:
-    at = node.attrs
-    moved = (add(nest.syntax.size(lo), mul(i, str(st))) for i, lo, st in zip(index, at.start, at.step, strict=True))
-    return nest.emit(node.inputs[0], tuple(moved))
-
-
-def _reverse(nest: LoopNest, node: Node, index: Index) -> str:
-    shape = nest.shape(node.out)
-    flipped = (f"({shape[a]} - 1 - {i})" if a in node.attrs.axes else i for a, i in enumerate(index))
-    return nest.emit(node.inputs[0], tuple(flipped))
-
-
-def _named(nest: LoopNest, expression: str) -> str:
-    """An index computed once, in the innermost scope that its variables need."""
-    name = nest.name("k")
-    scope = nest.scopes[nest._depth((expression,))]
-    scope.lines.append(f"const int64_t {name} = {expression};")
-    scope.variables |= {name}
-    return name
-
-
-def _pad(nest: LoopNest, node: Node, index: Index) -> str:
-    (x,) = node.inputs
-    shape = nest.shape(x)
-    inside, clamped = [], []
-    for i, lo, hi, size in zip(index, node.attrs.low, node.attrs.high, shape, strict=True):
-        if lo == hi == 0:
-            clamped.append(i)
-            continue
-        place = _named(nest, f"{i} - {lo}")
-        inside.append(f"{place} >= 0 && {place} < {size}")
-        clamped.append(_named(nest, f"{place} < 0 ? 0 : {place} >= {size} ? {size} - 1 : {place}"))
-    value = nest.emit(x, tuple(clamped))
-    fill = nest.syntax.constant(node.attrs.value, node.out.type.dtype)
-    inside_all = " && ".join(inside) or "true"
-    return nest.keep(node.out, index, nest.syntax.select(inside_all, value, fill))
-
-
-def _concatenate(nest: LoopNest, node: Node, index: Index) -> str:
-    axis, start, result = node.attrs.axis, "0", ""
-    place = index[axis]
-    parts: list[tuple[str, str]] = []
-    for x in node.inputs:
-        size = nest.shape(x)[axis]
-        local = f"({place} - {start})" if start != "0" else place
-        safe = _named(nest, f"{local} < 0 ? 0 : {local} >= {size} ? {size} - 1 : {local}")
-        start = add(start, size)
-        parts.append((start, nest.emit(x, (*index[:axis], safe, *index[axis + 1 :]))))
-    result = parts[-1][1]
-    for end, value in reversed(parts[:-1]):
-        result = nest.syntax.select(f"{place} < {end}", value, result)
-    return nest.keep(node.out, index, result)
-
-
-def _constant(nest: LoopNest, node: Node, index: Index) -> str:
-    return nest.syntax.constant(node.attrs.value, node.attrs.dtype)
-
-
-def _iota(nest: LoopNest, node: Node, index: Index) -> str:
-    return nest.syntax.convert(f"(int64_t)({index[node.attrs.axis]})", i64, node.attrs.dtype)
-
-
-def _gather(nest: LoopNest, node: Node, index: Index) -> str:
-    x, at = node.inputs
-    axis, rank = node.attrs.axis, at.type.rank
-    place = _named(nest, nest.emit(at, index[axis : axis + rank]))
-    return nest.emit(x, (*index[:axis], place, *index[axis + rank :]))
-
-
-def _gather_elements(nest: LoopNest, node: Node, index: Index) -> str:
-    x, at = node.inputs
-    axis = node.attrs.axis
-    return nest.emit(x, (*index[:axis], _named(nest, nest.emit(at, index)), *index[axis + 1 :]))
-
-
-def _last_rows(nest: LoopNest, node: Node, index: Index) -> str:
-    x, starts = node.inputs
-    place = _named(nest, f"{nest.emit(starts, (add(index[0], '1'),))} - 1")
-    return nest.emit(x, (place, *index[1:]))
-
-
-def _same(nest: LoopNest, node: Node, index: Index) -> str:
-    return nest.emit(node.inputs[0], index)
-
-
-_VIEWS: dict[str, Callable[[LoopNest, Node, Index], str]] = {
-    "reshape": _reshape, "transpose": _transpose, "broadcast_in_dim": _broadcast, "slice": _slice,
-    "reverse": _reverse, "pad": _pad, "concatenate": _concatenate, "constant": _constant, "iota": _iota,
-    "gather": _gather, "gather_elements": _gather_elements, "last_rows": _last_rows, "repack": _same,
-}  # fmt: skip
-
-
 def _reduce(nest: LoopNest, node: Node, index: Index) -> str:
     (x,) = node.inputs
     at, shape = node.attrs, nest.shape(node.inputs[0])
@@ -348,17 +254,7 @@ def _reduce(nest: LoopNest, node: Node, index: Index) -> str:
         return nest.emit(x, tuple(full))
 
     ranges = [shape[a] for a in sorted(at.axes)]
-    return _fold(nest, at.kind, node.out.type.dtype, ranges, element)
-
-
-def _fold(nest: LoopNest, kind: str, dtype: DType, ranges: list[str], element: Callable[[list[str]], str]) -> str:
-    start = nest.syntax.call(f"start_{kind}", accumulator_of(dtype), [], None)
-    combine = lambda a, e: nest.syntax.call(f"fold_{kind}", accumulator_of(dtype), [a, e], None)  # noqa: E731
-    simd = {"sum": "+", "product": "*"}.get(kind, "") if dtype.is_float else ""
-    total = nest.reduce_loop(dtype, start, ranges, element, combine, simd)
-    name = nest.own(nest.name())
-    nest.line(nest.syntax.declare(dtype, name, nest.syntax.convert(total, accumulator_of(dtype), dtype)))
-    return name
+    return nest.fold(at.kind, node.out.type.dtype, index, ranges, element)
 
 
 def _dot(nest: LoopNest, node: Node, index: Index) -> str:
@@ -384,21 +280,22 @@ def _dot(nest: LoopNest, node: Node, index: Index) -> str:
         args = [nest.syntax.convert(nest.emit(v, tuple(i)), v.type.dtype, wide) for v, i in ((a, ia), (b, ib))]
         return nest.syntax.call("multiply", wide, args, None)
 
-    return _fold(nest, "sum", node.out.type.dtype, [shape[i] for i in at.lhs_contracting], element)
+    return nest.fold("sum", node.out.type.dtype, index, [shape[i] for i in at.lhs_contracting], element)
 
 
 def _window_place(nest: LoopNest, out: str, k: str, stride: int, low: int, dilation: int, size: str) -> tuple[str, str]:
     """The input place of a window's element, clamped, and the condition that it lies inside."""
-    place = _named(nest, f"{mul(out, str(stride))} + {mul(k, str(dilation))} - {low}")
-    safe = _named(nest, f"{place} < 0 ? 0 : {place} >= {size} ? {size} - 1 : {place}")
-    return safe, f"{place} >= 0 && {place} < {size}"
+    place = nest.named(f"{mul(out, str(stride))} + {mul(k, str(dilation))} - {low}")
+    return nest.named(nest.clamp(place, size)), nest.inside(place, size)
 
 
-def _window_index(nest: LoopNest, at: Any, index: Index, ks: list[str], sizes: tuple[str, ...]) -> tuple[list[str], str]:
+def _window_index(
+    nest: LoopNest, at: Any, index: Index, ks: list[str], sizes: tuple[str, ...]
+) -> tuple[list[str], str]:
     fields = zip(index, ks, at.stride, at.low, at.dilation, sizes, strict=True)
     places = [_window_place(nest, o, k, st, lo, d, n) for o, k, st, lo, d, n in fields]
     padded = any(at.low) or any(at.high)
-    return [p for p, _ in places], " && ".join(c for _, c in places) if padded else "true"
+    return [p for p, _ in places], nest.every([c for _, c in places] if padded else [])
 
 
 def _convolution(nest: LoopNest, node: Node, index: Index) -> str:
@@ -406,7 +303,9 @@ def _convolution(nest: LoopNest, node: Node, index: Index) -> str:
     at, shape, kernel = node.attrs, nest.shape(x), nest.shape(w)
     channels = w.type.shape[1]
     per_group = node.out.type.shape[1] // at.groups
-    group = mul(f"(({index[1]}) / {nest.syntax.size(per_group)})", nest.syntax.size(channels)) if at.groups > 1 else "0"
+    group = "0"
+    if at.groups > 1:
+        group = mul(f"({nest.quotient(index[1], nest.syntax.size(per_group))})", nest.syntax.size(channels))
 
     def element(variables: list[str]) -> str:
         c, *ks = variables
@@ -417,7 +316,7 @@ def _convolution(nest: LoopNest, node: Node, index: Index) -> str:
         product = nest.syntax.call("multiply", wide, [value, weight], None)
         return nest.syntax.select(inside, product, nest.syntax.constant(0, wide))
 
-    return _fold(nest, "sum", node.out.type.dtype, [kernel[1], *kernel[2:]], element)
+    return nest.fold("sum", node.out.type.dtype, index, [kernel[1], *kernel[2:]], element)
 
 
 def _reduce_window(nest: LoopNest, node: Node, index: Index) -> str:
@@ -430,27 +329,17 @@ def _reduce_window(nest: LoopNest, node: Node, index: Index) -> str:
         empty = nest.syntax.call(f"start_{at.kind}", accumulator_of(dtype), [], None)
         return nest.syntax.select(inside, value, empty)
 
-    return _fold(nest, at.kind, dtype, [str(n) for n in at.window], element)
+    return nest.fold(at.kind, dtype, index, [str(n) for n in at.window], element)
 
 
 def _arg_reduce(nest: LoopNest, node: Node, index: Index) -> str:
-    """Keeps the best element and its place; NaN wins, as in numpy and torch."""
     (x,) = node.inputs
-    at, dtype = node.attrs, x.type.dtype
-    best, where, r = nest.name("best"), nest.name("where"), nest.name("r")
-    length = nest.shape(x)[at.axis]
-    with nest.scope(r) as inner:
-        value = nest.emit(x, (*index[: at.axis], r, *index[at.axis :]))
-    order = {"maximum": ">", "minimum": "<"}[at.kind] + ("=" if at.select_last else "")
-    better = f"{r} == 0 || {value} {order} {best} || ({value} != {value} && {best} == {best})"
-    kind = at.kind
-    nest.line(nest.syntax.declare(dtype, best, nest.syntax.call(f"start_{kind}", accumulator_of(dtype), [], None)).replace("const ", "", 1))
-    nest.line(f"int64_t {where} = 0;")
-    nest.line(f"for (int64_t {r} = 0; {r} < {length}; ++{r}) {{")
-    nest.scopes[-1].lines += ["  " + text for text in inner.lines]
-    nest.line(f"  if ({better}) {{ {best} = {value}; {where} = {r}; }}")
-    nest.line("}")
-    return nest.own(where)
+    at = node.attrs
+
+    def element(r: str) -> str:
+        return nest.emit(x, (*index[: at.axis], r, *index[at.axis :]))
+
+    return nest.arg_fold(at.kind, at.select_last, x.type.dtype, index, nest.shape(x)[at.axis], element)
 
 
 _REDUCTIONS: dict[str, Callable[[LoopNest, Node, Index], str]] = {

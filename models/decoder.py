@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from aotc.models.config import DecoderConfig
 from aotc.models import custom_ops
+from aotc.models.config import DecoderConfig
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
@@ -127,8 +127,14 @@ class Decoder(nn.Module):
         self.rotary.inv_freq = self.rotary.inv_freq.float()
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, rows: Tensor, query_start: Tensor, seq_lens: Tensor,
-        kv_index: Tensor, kv: list[Tensor],
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        rows: Tensor,
+        query_start: Tensor,
+        seq_lens: Tensor,
+        kv_index: Tensor,
+        kv: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
         step = Step(positions, rows, query_start, seq_lens, kv_index)
         x = self.model.embed_tokens(tokens)

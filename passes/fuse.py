@@ -6,6 +6,7 @@ Families: `matmul` (a packed linear layer and its elementwise epilogue), `kv_app
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from aotc.ir.graph import Graph, Node, Value
@@ -33,13 +34,22 @@ class Group:
     members: set[Node] = field(default_factory=set)
 
 
-def fuse(graph: Graph) -> Graph:
-    """The graph as fusions, plus reshapes (which stay views of memory) and control flow."""
-    return _Fuser(graph).run()
+def is_packed_linear(node: Node) -> bool:
+    """A linear layer whose weight has a matmul layout."""
+    return is_linear(node) and node.inputs[1].type.packing is not None
+
+
+def fuse(graph: Graph, linear: Callable[[Node], bool] = is_packed_linear) -> Graph:
+    """The graph as fusions, plus reshapes (which stay views of memory) and control flow.
+
+    `linear` says which linear layers the target's matmul template computes; others become loops.
+    """
+    return _Fuser(graph, linear).run()
 
 
 class _Fuser:
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, linear: Callable[[Node], bool]) -> None:
+        self.linear = linear
         self.graph, self.users, self.producer = graph, graph.users(), graph.producers()
         self.external = set(graph.outputs)
         self.group: dict[Node, Group] = {}
@@ -47,7 +57,7 @@ class _Fuser:
 
     def run(self) -> Graph:
         for node in self.graph.nodes:
-            if is_packed_linear(node):
+            if self.linear(node):
                 self._grow_epilogue(node)
         for node in reversed(self.graph.nodes):
             if node not in self.group and node.op not in VIEWS and node.op != "if":
@@ -77,7 +87,9 @@ class _Fuser:
         if len(readers) != 2 or any(n.op != "slice" for n in readers) or not isinstance(width, int) or width % 32:
             return []
         half = width // 2
-        if sorted(n.attrs.start[-1] for n in readers) != [0, half] or any(n.out.type.shape[-1] != half for n in readers):
+        if sorted(n.attrs.start[-1] for n in readers) != [0, half] or any(
+            n.out.type.shape[-1] != half for n in readers
+        ):
             return []
         finals = {u for n in readers for u in self.users.get(n.out, [])}
         if len(finals) != 1 or any(n.out in self.external for n in readers):
@@ -179,11 +191,6 @@ class Read:
     times: int
 
 
-def is_packed_linear(node: Node) -> bool:
-    """A linear layer whose weight has a matmul layout."""
-    return is_linear(node) and node.inputs[1].type.packing is not None
-
-
 def inlines(group: Group, reader: Node, value: Value) -> bool:
     """Whether a kernel can compute `value` itself where `reader`, a member, takes it; else it reads memory."""
     if group.kind == "loops":
@@ -203,9 +210,7 @@ def _reduces(group: Group) -> bool:
     return any(n.op in REDUCING for n in group.members)
 
 
-def build_fusion(
-    group: Group, groups: dict[Node, Group], producer: dict[Value, Node], order: dict[Node, int]
-) -> Node:
+def build_fusion(group: Group, groups: dict[Node, Group], producer: dict[Value, Node], order: dict[Node, int]) -> Node:
     """The fusion node of a group: its members, and the views they read, form the body."""
     body: set[Node] = set()
 
@@ -237,10 +242,13 @@ def build_fusion(
     names = tuple(f"o{i}" for i in range(len(root.outputs)))
     aliases = tuple((names[o], local[root.inputs[i]].name) for o, i in linear_pairs(root))
     graph = Graph(
-        group.kind, (), tuple(local[v] for v in inputs), tuple(local[v] for v in root.outputs), names, inner_nodes,
+        group.kind,
+        (),
+        tuple(local[v] for v in inputs),
+        tuple(local[v] for v in root.outputs),
+        names,
+        inner_nodes,
         aliases=aliases,
     )
     sources = tuple(dict.fromkeys(s for n in nodes for s in n.sources))
     return Node("fusion", inputs, root.outputs, FusionAttrs(group.kind, graph), sources)
-
-

@@ -89,7 +89,9 @@ class _Lowering:
                 self.bind(value, Buffer(value.name, value.type, "arena"))
         return [self._call(node.attrs, node.inputs, tuple(self.env[v].name for v in node.outputs), node.sources)]
 
-    def _call(self, at: FusionAttrs, inputs: tuple[Value, ...], outputs: tuple[str, ...], sources: tuple[str, ...]) -> Call:
+    def _call(
+        self, at: FusionAttrs, inputs: tuple[Value, ...], outputs: tuple[str, ...], sources: tuple[str, ...]
+    ) -> Call:
         digest = hashlib.sha256(print_graph(at.body).encode()).hexdigest()[:12]
         name = f"{at.kind}_{digest}"
         self.kernels.setdefault(name, Kernel(name, at.kind, at.body))
@@ -98,12 +100,16 @@ class _Lowering:
     def _copy(self, value: Value, target: Buffer) -> Call:
         inner, out = Value("i0", value.type), Value("v0", TensorType(value.type.dtype, value.type.shape))
         node = Node("reshape", (inner,), (out,), ShapeAttrs(value.type.shape))
-        return self._call(FusionAttrs("loops", Graph("loops", (), (inner,), (out,), ("o0",), (node,))), (value,), (target.name,), ())
+        return self._call(
+            FusionAttrs("loops", Graph("loops", (), (inner,), (out,), ("o0",), (node,))), (value,), (target.name,), ()
+        )
 
     def _branch(self, node: Node) -> Branch:
         outs = []
         for value in node.outputs:
-            outs.append(self.env[value] if value in self.env else self.bind(value, Buffer(value.name, value.type, "arena")))
+            outs.append(
+                self.env[value] if value in self.env else self.bind(value, Buffer(value.name, value.type, "arena"))
+            )
         bodies = []
         for branch in (node.attrs.then, node.attrs.orelse):
             for inner, outer in zip(branch.inputs, node.inputs[1:], strict=True):

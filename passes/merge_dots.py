@@ -1,6 +1,6 @@
 """Merges linear layers that read the same value: q, k and v become one matmul, gate and up another.
 
-    a = x @ wa; b = x @ wb  ->  y = x @ concat(wa, wb); a = y[:, :na]; b = y[:, na:]
+a = x @ wa; b = x @ wb  ->  y = x @ concat(wa, wb); a = y[:, :na]; b = y[:, na:]
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ def merge_dots(graph: Graph) -> Graph:
     for node in graph.nodes:
         if node.op == "dot_general" and node.inputs[1] in weights and node.inputs[1].type.rank == 2:
             key = (node.inputs[0], node.attrs)
-            groups.setdefault(key, []).append(_linear(node, users if node.out not in graph.outputs else {}, producers, weights))
+            groups.setdefault(key, []).append(
+                _linear(node, users if node.out not in graph.outputs else {}, producers, weights)
+            )
     groups = {key: group for key, group in groups.items() if len(group) > 1 and _alike(group)}
     if not groups:
         return graph
@@ -60,9 +62,7 @@ def weight_values(graph: Graph) -> set[Value]:
     return known
 
 
-def _linear(
-    dot: Node, users: dict[Value, list[Node]], producers: dict[Value, Node], weights: set[Value]
-) -> Linear:
+def _linear(dot: Node, users: dict[Value, list[Node]], producers: dict[Value, Node], weights: set[Value]) -> Linear:
     readers = users.get(dot.out, [])
     if len(readers) == 1 and readers[0].op == "add":
         other = next((v for v in readers[0].inputs if v is not dot.out), None)

@@ -48,7 +48,12 @@ def is_linear(node: Node) -> bool:
     if node.op != "dot_general":
         return False
     at, (x, w) = node.attrs, node.inputs
-    return at.lhs_contracting == (x.type.rank - 1,) and at.rhs_contracting == (1,) and not at.lhs_batch and w.type.rank == 2
+    return (
+        at.lhs_contracting == (x.type.rank - 1,)
+        and at.rhs_contracting == (1,)
+        and not at.lhs_batch
+        and w.type.rank == 2
+    )
 
 
 def _position_fits(node: Node, value: Value) -> bool:

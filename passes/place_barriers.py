@@ -50,5 +50,3 @@ def place_barriers(program: Program) -> Program:
 
 def _meet(a: set[Span], b: set[Span]) -> bool:
     return any(x[0] == y[0] and x[1] < y[2] and y[1] < x[2] for x in a for y in b)
-
-

@@ -103,4 +103,3 @@ def check_plan(intervals: list[Interval], offsets: Mapping[str, int]) -> None:
 
 def _aligned(size: int) -> int:
     return max(-(-size // ALIGNMENT), 1) * ALIGNMENT
-

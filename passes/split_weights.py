@@ -22,7 +22,15 @@ def split_weights(graph: Graph) -> tuple[Graph, Graph]:
     for value in (v for v in graph.values() if v in needed):
         keys[_unique(_key(value, leaf, producers), keys)] = value
     prologue = dead_code_free(
-        replace(graph, name="weights", dims=(), inputs=(), outputs=tuple(keys.values()), output_names=tuple(keys), aliases=())
+        replace(
+            graph,
+            name="weights",
+            dims=(),
+            inputs=(),
+            outputs=tuple(keys.values()),
+            output_names=tuple(keys),
+            aliases=(),
+        )
     )
     main = replace(
         graph,

@@ -12,7 +12,7 @@ from aotc.errors import RequestError
 if TYPE_CHECKING:
     from aotc.runtime.template_sandbox import Budget, TemplateEnvironment
 
-MAX_TEMPLATE = 1 << 18  # characters of source
+MAX_TEMPLATE = 1 << 16  # characters of source; the longest in use have a third of that
 ARGUMENTS = ("add_generation_prompt", "tools", "documents", "enable_thinking")
 """What a request may set besides its messages. Anything else would reach into the template."""
 
@@ -67,9 +67,9 @@ class ChatTemplate:
     def _render(self, variables: dict[str, Any]) -> str:
         from aotc.runtime.template_sandbox import Budget
 
-        budget = Budget(self._max_chars, self._max_seconds)
         try:
             environment, template = self._compiled
+            budget = Budget(self._max_chars, self._max_seconds)
             for name, value in variables.items():
                 _check_plain(name, value, budget)
             return environment.render(template, variables, budget)
@@ -111,11 +111,11 @@ def _messages(messages: Any) -> Sequence[Any]:
 
 
 def _message(index: int, message: Any) -> dict[str, Any]:
-    """A message as templates expect it. Keys without a value are left out: clients send them as null."""
+    """A message as templates expect it. Keys without a value are left out: clients echo them."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object, got {type(message).__name__}")
-    unknown = [key for key, value in message.items() if key not in _MESSAGE_KEYS and value is not None]
+    unknown = [key for key, value in message.items() if key not in _MESSAGE_KEYS and value not in (None, [])]
     if unknown:
         raise RequestError(f"{where} has the unknown key {str(unknown[0])[:40]!r}")
     role = message.get("role")

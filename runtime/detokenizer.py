@@ -30,9 +30,7 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         kinds = _decoder_kinds(tokenizer)
-        self._decoder: _Decoder = (
-            _ByteLevel(tokenizer) if kinds == ["ByteLevel"] else _Windowed(tokenizer, kinds)
-        )
+        self._decoder: _Decoder = _ByteLevel(tokenizer) if kinds == ["ByteLevel"] else _Windowed(tokenizer, kinds)
 
     def push(self, token_id: int) -> str:
         """The text that is final with this token; empty for skipped and unknown ids."""
@@ -53,13 +51,14 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], include_stop_str_in_output: bool = False) -> None:
         self._stops = tuple(stops)
         self._failures = [_failure_function(stop) for stop in self._stops]
+        self._beginnings = frozenset(stop[0] for stop in self._stops)
         self._include = include_stop_str_in_output
         self._matched = [0] * len(self._stops)  # how much of each stop string the stream ends with
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
         """(text to show, stop string or None). Nothing is to be pushed after a stop."""
-        if not self._stops:
+        if not self._held and self._beginnings.isdisjoint(text):
             return text, None
         pending = self._held + text
         for end in range(len(self._held), len(pending)):

@@ -14,9 +14,12 @@ from aotc.runtime.sequence import Request, Row, Sequence, TokenOutput
 class StepResult(Protocol):
     """What a step gives for each row: token i32 [rows], logprobs f32 and logprob_ids i32 [rows, 21]."""
 
-    token: np.ndarray
-    logprobs: np.ndarray
-    logprob_ids: np.ndarray
+    @property
+    def token(self) -> np.ndarray: ...
+    @property
+    def logprobs(self) -> np.ndarray: ...
+    @property
+    def logprob_ids(self) -> np.ndarray: ...
 
 
 class Executor(Protocol):

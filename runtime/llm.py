@@ -171,7 +171,9 @@ class LLM:
         self.engine.submit(request)
         return request, stream
 
-    def _generate(self, prompts: list[Any], params: SamplingParams | None, settings: Mapping[str, Any]) -> list[Completion]:
+    def _generate(
+        self, prompts: list[Any], params: SamplingParams | None, settings: Mapping[str, Any]
+    ) -> list[Completion]:
         begin = time.perf_counter()
         running: dict[str, _Running] = {}
         try:

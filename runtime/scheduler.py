@@ -14,7 +14,9 @@ from aotc.runtime.sequence import Request, Row, Sequence
 class Scheduler:
     """First come, first served over `max_num_seqs` slots; prompts longer than the budget are taken in chunks."""
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, admit: Callable[[Request, int], Sequence]) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_num_batched_tokens: int, admit: Callable[[Request, int], Sequence]
+    ) -> None:
         self.waiting: deque[Request] = deque()
         self.running: list[Sequence] = []
         self._free = list(range(max_num_seqs))[::-1]

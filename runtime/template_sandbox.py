@@ -56,6 +56,9 @@ _FILTERS = {
     "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "title", "trim", "unique",
     "upper",
 }  # fmt: skip
+_ITERATING = {
+    "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort", "title", "unique",
+}  # fmt: skip
 _TESTS = TESTS.keys() - {"filter", "test", "callable", "escaped"}
 _METHODS: dict[type, set[str]] = {
     str: {
@@ -67,6 +70,8 @@ _METHODS: dict[type, set[str]] = {
     list: {"count", "index"},
     tuple: {"count", "index"},
 }  # fmt: skip
+
+_QUADRATIC = {"lstrip", "rfind", "rindex", "rsplit", "rstrip", "strip"}  # in the lengths of text and argument
 
 
 class Budget:
@@ -142,6 +147,11 @@ def _text(value: Any) -> str:
     return _made(value)
 
 
+def _short(*args: Any) -> None:
+    for arg in args:
+        _check(not isinstance(arg, str) or len(arg) <= 100, "strip or search from the right for a long text")
+
+
 def _iterable(value: Any) -> Any:
     _check(not hasattr(value, "__len__") or len(value) <= MAX_NODES, f"over {MAX_NODES} steps of a loop")
     return value
@@ -178,11 +188,14 @@ def _split(split: Callable[..., list[str]], separator: str | None = None, maxspl
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """As in transformers; json's pieces are counted while they come."""
+    """As in transformers. With `indent` the text can be much larger than the value: counted while it comes."""
     budget = _BUDGET.get()
     budget.check_plain(value)
-    _check(indent is None or isinstance(indent, int) and 0 <= indent <= 16, "tojson: indent is 0 to 16")
+    _check(indent is None or (isinstance(indent, int) and 0 <= indent <= 16), "tojson: indent is 0 to 16")
+    _check(all(len(s) <= 4 for s in separators or ()), "tojson: a separator is over 4 characters long")
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    if indent is None:
+        return _made(encoder.encode(value))
     pieces, size = [], 0
     for piece in encoder.iterencode(value):
         pieces.append(piece)
@@ -241,8 +254,10 @@ def _guarded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         for arg in (*args, *kwargs.values()):
             if not opaque:
                 _check(not isinstance(arg, Namespace | Macro | LoopContext), f"{name} of a {type(arg).__name__}")
-            if name in ("sort", "unique", "map", "reverse", "select", "selectattr", "reject", "rejectattr"):
+            if name in _ITERATING:
                 _iterable(arg)
+        if name == "trim":
+            _short(*args[1:], *kwargs.values())
         return _made(function(*args, **kwargs))
 
     return call
@@ -256,7 +271,9 @@ class _Rewriter(NodeTransformer):
         _check(kind in _NODES, f"{kind} is not allowed in chat templates (line {node.lineno})")
         node = self.generic_visit(node)
         if isinstance(node, nodes.Output):
-            texts = [nodes.Const(n.data) if isinstance(n, nodes.TemplateData) else n for n in node.nodes]
+            texts = [
+                nodes.Const(n.data, lineno=n.lineno) if isinstance(n, nodes.TemplateData) else n for n in node.nodes
+            ]
             node.nodes = [_filtered(n, "aotc text") for n in texts]
         elif isinstance(node, nodes.For):
             _check(not node.recursive, f"recursive loops are not allowed (line {node.lineno})")
@@ -326,6 +343,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return not attr.startswith("_")
         return any(isinstance(obj, kind) and attr in names for kind, names in _METHODS.items())
 
+    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+        raise SecurityError(f"{type(obj).__name__}.{attribute} is not allowed in chat templates")
+
     def getattr(self, obj: Any, attribute: str) -> Any:
         _BUDGET.get().tick()
         if isinstance(obj, dict) and attribute not in _METHODS[dict]:  # a key that is also a method's name
@@ -351,7 +371,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902, N805
         _BUDGET.get().tick()
         if isinstance(__obj, BuiltinMethodType):
-            return __self._call_method(__obj, args, kwargs)
+            given = {name: value for name, value in kwargs.items() if name not in ("_loop_vars", "_block_vars")}
+            return __self._call_method(__obj, args, given)
         allowed = isinstance(__obj, Macro | Undefined) or __obj in _GLOBALS.values()
         if not allowed and not isinstance(getattr(__obj, "__self__", None), LoopContext):
             raise SecurityError(f"a {type(__obj).__name__} cannot be called in chat templates")
@@ -365,6 +386,8 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             return _join(*args, separator=owner)
         if name == "replace":
             return _replace(owner, *args, **kwargs)
+        if name in _QUADRATIC:
+            _short(*args, *kwargs.values())
         if name in ("split", "rsplit"):
             return _split(method, *args, **kwargs)
         return _made(method(*args, **kwargs))

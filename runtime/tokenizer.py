@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 class Tokenizer:
     """The tokenizer of an artifact.
 
-    `path` is a `tokenizer.json`. Of `config`, an artifact's tokenizer settings, it reads `eos_token_id` (an
-    id or a list of ids, as in generation_config.json), `bos_token_id`, and nothing else. Raises
-    `ArtifactError` if the file cannot be read or the config names unknown ids.
+    `path` is a `tokenizer.json`. Of `config` it reads `eos_token_id` (an id or a list of ids) and
+    `bos_token_id`, as in generation_config.json, and `bos_token` and `eos_token`, as in tokenizer_config.json.
+    Raises `ArtifactError` if the file cannot be read or the config names tokens that are not in it.
     """
 
     def __init__(self, path: str | Path, config: Mapping[str, Any] | None = None) -> None:
@@ -39,6 +39,10 @@ class Tokenizer:
         for token_id in (*self.eos_token_ids, *bos):
             if type(token_id) is not int or token_id < 0 or self.token(token_id) is None:
                 raise ArtifactError(f"{Path(path).name}: the config names token id {token_id!r}, not in it")
+        self.bos_token = _spelling(config.get("bos_token")) or self._first_of(bos)
+        self.eos_token = _spelling(config.get("eos_token")) or self._first_of(self.eos_token_ids)
+        """Texts of the tokens, as chat templates write them; empty if there are none. A model can stop at several
+        tokens and name another one of them in its template: without `eos_token`, the first id counts."""
 
     @cached_property
     def vocab_size(self) -> int:
@@ -51,23 +55,14 @@ class Tokenizer:
         added = self.backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
 
-    @property
-    def bos_token(self) -> str:
-        """Text of the token, as chat templates write it; empty if there is none."""
-        return "" if self.bos_token_id is None else self.token(self.bos_token_id) or ""
-
-    @property
-    def eos_token(self) -> str:
-        """Text of the first of `eos_token_ids`; empty if there is none."""
-        return (self.token(self.eos_token_ids[0]) or "") if self.eos_token_ids else ""
+    def _first_of(self, ids: tuple[int, ...]) -> str:
+        return (self.token(ids[0]) or "") if ids else ""
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's spelling of an id, None for an unknown one."""
         return self.backend.id_to_token(token_id)
 
-    def encode(
-        self, text: str, add_special_tokens: bool = True, *, max_bytes: int | None = None
-    ) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, *, max_bytes: int | None = None) -> list[int]:
         """Token ids of `text`, which has at most `max_bytes` bytes of UTF-8.
 
         A chat template writes special tokens itself: encode its output with `add_special_tokens=False`.
@@ -91,3 +86,9 @@ class Tokenizer:
             return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         except (OverflowError, TypeError):
             raise RequestError("token ids must be integers from 0 to 4294967295") from None
+
+
+def _spelling(token: Any) -> str:
+    """tokenizer_config.json has tokens as text, or as an object with the text and how it is matched."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    return text if isinstance(text, str) else ""

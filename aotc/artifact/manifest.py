@@ -17,14 +17,14 @@ class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     pass
 
 
-class File(_Struct):
+class File(_Struct, frozen=True):
     """A file besides the weights."""
 
     size: int
     sha256: str
 
 
-class Weight(_Struct):
+class Weight(_Struct, frozen=True):
     """A tensor of weights.bin. Several names may share a place. `shape` is logical; `packing` names the layout."""
 
     name: str
@@ -35,7 +35,7 @@ class Weight(_Struct):
     packing: str | None = None
 
 
-class StateField(_Struct):
+class StateField(_Struct, frozen=True):
     """A part of a slot of the state: `shape` is that of one sequence."""
 
     name: str
@@ -44,7 +44,7 @@ class StateField(_Struct):
     offset: int
 
 
-class State(_Struct):
+class State(_Struct, frozen=True):
     """The KV cache and what else lives from step to step: `slot_bytes` for each sequence, sized at load."""
 
     layout: str
@@ -52,7 +52,7 @@ class State(_Struct):
     fields: tuple[StateField, ...]
 
 
-class ProgramEntry(_Struct):
+class ProgramEntry(_Struct, frozen=True):
     """A program of a target. `kind` is decode (bucket: rows), extend (bucket: tokens) or call."""
 
     name: str
@@ -61,7 +61,7 @@ class ProgramEntry(_Struct):
     plan: str
 
 
-class TargetEntry(_Struct):
+class TargetEntry(_Struct, frozen=True):
     """Everything for one architecture. `scratch_bytes` is a thread's (CPU)."""
 
     name: str
@@ -72,7 +72,7 @@ class TargetEntry(_Struct):
     programs: tuple[ProgramEntry, ...]
 
 
-class Model(_Struct):
+class Model(_Struct, frozen=True):
     """What the model is. The later fields are for LLMs."""
 
     name: str
@@ -88,7 +88,7 @@ class Model(_Struct):
     parameters: int = 0
 
 
-class Manifest(_Struct):
+class Manifest(_Struct, frozen=True):
     """The whole. `sha256` covers the canonical JSON of all other fields."""
 
     format_version: int
@@ -105,7 +105,9 @@ class Manifest(_Struct):
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """JSON with its own hash filled in; the same bytes for the same manifest."""
-    return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(manifest, sha256=_digest(manifest))), indent=1)
+    return msgspec.json.format(
+        msgspec.json.encode(msgspec.structs.replace(manifest, sha256=_digest(manifest))), indent=1
+    )
 
 
 def decode_manifest(data: bytes) -> Manifest:

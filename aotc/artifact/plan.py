@@ -22,20 +22,20 @@ class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pass
 
 
-class Address(_Struct, tag="at", array_like=True):
+class Address(_Struct, tag="at", array_like=True, frozen=True):
     """`offset` bytes into space number `space`."""
 
     space: int
     offset: int
 
 
-class DimValue(_Struct, tag="dim", array_like=True):
+class DimValue(_Struct, tag="dim", array_like=True, frozen=True):
     """The value of dim number `dim`, as a 64-bit integer."""
 
     dim: int
 
 
-class Constant(_Struct, tag="int", array_like=True):
+class Constant(_Struct, tag="int", array_like=True, frozen=True):
     value: int
 
 
@@ -46,7 +46,7 @@ SizeExpr = int | tuple[Monomial, ...]
 """A number, or a sum of coefficient times dims."""
 
 
-class Call(_Struct, tag="call", omit_defaults=True):
+class Call(_Struct, tag="call", omit_defaults=True, frozen=True):
     """Kernel number `kernel` with arguments in order. `barrier`: all calls before it must have ended."""
 
     kernel: int
@@ -58,7 +58,7 @@ class Call(_Struct, tag="call", omit_defaults=True):
     bytes: SizeExpr = 0
 
 
-class If(_Struct, tag="if"):
+class If(_Struct, tag="if", frozen=True):
     """Runs one body, as the bool at `condition` says."""
 
     condition: Address
@@ -69,7 +69,7 @@ class If(_Struct, tag="if"):
 Instruction = Call | If
 
 
-class Kernel(_Struct, omit_defaults=True):
+class Kernel(_Struct, omit_defaults=True, frozen=True):
     """A function of the target's library, or of a cubin; `meta` holds what a launch needs besides arguments."""
 
     symbol: str
@@ -77,18 +77,18 @@ class Kernel(_Struct, omit_defaults=True):
     meta: dict[str, Any] = {}
 
 
-class Dim(_Struct):
+class Dim(_Struct, frozen=True):
     name: str
     lo: int
     hi: int
 
 
-class Space(_Struct):
+class Space(_Struct, frozen=True):
     name: str
     kind: str
 
 
-class Tensor(_Struct, omit_defaults=True):
+class Tensor(_Struct, omit_defaults=True, frozen=True):
     """An input, output or state of the program: where it lies, and what the caller must bring."""
 
     name: str
@@ -99,7 +99,7 @@ class Tensor(_Struct, omit_defaults=True):
     alias_of: str | None = None
 
 
-class Plan(_Struct):
+class Plan(_Struct, frozen=True):
     """One program for one target."""
 
     program: str

@@ -33,7 +33,9 @@ class Artifact:
             raise ArtifactError(f"{self.path} has no {name}")
         data = _read(self.path, name, entry.size)
         if len(data) != entry.size or hashlib.sha256(data).hexdigest() != entry.sha256:
-            raise ArtifactError(f"{self.path / name} is damaged (wrong checksum): compile the model again or copy it again")
+            raise ArtifactError(
+                f"{self.path / name} is damaged (wrong checksum): compile the model again or copy it again"
+            )
         return data
 
     def has(self, name: str) -> bool:
@@ -79,12 +81,14 @@ class Artifact:
 
         def damaged(chunk: int) -> bool:
             part = weights[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-            return zlib.crc32(part) != self.manifest.weights_crc32[chunk]
+            return zlib.crc32(part.data) != self.manifest.weights_crc32[chunk]
 
         with ThreadPoolExecutor(threads) as pool:
             for chunk, bad in enumerate(pool.map(damaged, range(len(self.manifest.weights_crc32)))):
                 if bad:
-                    raise ArtifactError(f"{self.path / 'weights.bin'} is damaged at {self._tensor_at(chunk)}: copy it again")
+                    raise ArtifactError(
+                        f"{self.path / 'weights.bin'} is damaged at {self._tensor_at(chunk)}: copy it again"
+                    )
 
     def _tensor_at(self, chunk: int) -> str:
         first, last = chunk * CHUNK_BYTES, (chunk + 1) * CHUNK_BYTES
@@ -103,7 +107,9 @@ def open_artifact(path: str | Path) -> Artifact:
     for name, entry in manifest.files.items():
         found = _inside(folder, name)
         if found.stat().st_size != entry.size:
-            raise ArtifactError(f"{found} has {found.stat().st_size} bytes, the manifest says {entry.size}: copy it again")
+            raise ArtifactError(
+                f"{found} has {found.stat().st_size} bytes, the manifest says {entry.size}: copy it again"
+            )
     return Artifact(folder, manifest)
 
 

@@ -66,9 +66,11 @@ class ArtifactWriter:
                 os.fsync(file.fileno())
         self.files[path] = File(len(data), hashlib.sha256(data).hexdigest())
 
-    def add_weight(self, name: str, dtype: str, shape: tuple[int, ...], packing: str | None, array: np.ndarray) -> Weight:
+    def add_weight(
+        self, name: str, dtype: str, shape: tuple[int, ...], packing: str | None, array: np.ndarray
+    ) -> Weight:
         """Appends a tensor in its physical layout; one with the same bytes as an earlier one shares its place."""
-        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         key = hashlib.blake2b(data, digest_size=32).digest()
         if key not in self._places:
             self._pad(PAGE if len(data) >= 1 << 20 else ALIGNMENT)
@@ -78,7 +80,7 @@ class ArtifactWriter:
         self.weights.append(Weight(name, dtype, shape, offset, nbytes, packing))
         return self.weights[-1]
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest) -> Manifest:
         """Completes the manifest with files, weights and checksums, and puts the folder in its place."""
         assert self._stream is not None
         with _explained(self.path):
@@ -91,6 +93,7 @@ class ArtifactWriter:
             )  # fmt: skip
             self.add_file("manifest.json", encode_manifest(manifest))
             _put_in_place(self.folder, self.path)
+        return manifest
 
     def _pad(self, alignment: int) -> None:
         self._append(memoryview(bytes(-self._weights_bytes % alignment)))
@@ -148,4 +151,6 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ArtifactError(f"cannot write {path}: {error.strerror or error}: free space or name another folder") from None
+        raise ArtifactError(
+            f"cannot write {path}: {error.strerror or error}: free space or name another folder"
+        ) from None

@@ -18,12 +18,26 @@ from aotc.ir.dtypes import DTYPES, DType, bool_
 from aotc.ir.graph import Value
 from aotc.ir.ops.composite import NormAttrs
 from aotc.ir.ops.contraction import (
-    ArgReduceAttrs, ConvAttrs, DotAttrs, PoolAttrs, ReduceAttrs, ScanAttrs, TopKAttrs,
+    ArgReduceAttrs,
+    ConvAttrs,
+    DotAttrs,
+    PoolAttrs,
+    ReduceAttrs,
+    ScanAttrs,
+    TopKAttrs,
 )  # fmt: skip
 from aotc.ir.ops.decoder import AttentionAttrs, KVAttrs
 from aotc.ir.ops.elementwise import CompareAttrs, ConvertAttrs
 from aotc.ir.ops.shape import (
-    AxesAttrs, AxisAttrs, BroadcastAttrs, ConstantAttrs, IotaAttrs, PadAttrs, PermutationAttrs, ShapeAttrs, SliceAttrs,
+    AxesAttrs,
+    AxisAttrs,
+    BroadcastAttrs,
+    ConstantAttrs,
+    IotaAttrs,
+    PadAttrs,
+    PermutationAttrs,
+    ShapeAttrs,
+    SliceAttrs,
 )  # fmt: skip
 from aotc.ir.sizes import Size, product
 

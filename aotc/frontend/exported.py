@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import sympy
 import torch
+from torch.fx.node import map_arg
 
 from aotc.errors import UnsupportedError
 from aotc.frontend.aten import ATEN, Importer, dtype_of
@@ -91,8 +92,8 @@ def _import_call(builder: Importer, node: torch.fx.Node, env: dict[torch.fx.Node
             f"the model calls {target} ({node.name}), which has no row in aotc/frontend/aten.py: rewrite the module "
             f"without it, or add a row"
         )
-    args = torch.fx.node.map_arg(node.args, lambda n: env[n])
-    kwargs = torch.fx.node.map_arg(node.kwargs, lambda n: env[n])
+    args = map_arg(node.args, lambda n: env[n])
+    kwargs = map_arg(node.kwargs, lambda n: env[n])
     builder.source = (_source_name(node),)
     builder.result = value
     env[node] = ATEN[target](builder, *args, **kwargs)

@@ -66,8 +66,13 @@ class Builder:
     ) -> Graph:
         """The graph of the collected nodes, without dead ones."""
         graph = Graph(
-            self.name, self.dims, tuple(self.inputs), tuple(outputs.values()), tuple(outputs), tuple(self.nodes),
-            tuple(self.weights), aliases,
+            self.name,
+            self.dims,
+            tuple(self.inputs),
+            tuple(outputs.values()),
+            tuple(outputs),
+            tuple(self.nodes),
+            tuple(self.weights),
+            aliases,
         )
         return graph if keep_dead else dead_code_free(graph)
-

@@ -39,9 +39,7 @@ i64, i32, i16, i8 = (DType(f"i{b}", np.dtype(f"int{b}"), "int") for b in (64, 32
 u64, u32, u16, u8 = (DType(f"u{b}", np.dtype(f"uint{b}"), "uint") for b in (64, 32, 16, 8))
 bool_ = DType("bool", np.dtype(np.bool_), "bool")
 
-DTYPES: dict[str, DType] = {
-    d.name: d for d in (f64, f32, f16, bf16, i64, i32, i16, i8, u64, u32, u16, u8, bool_)
-}
+DTYPES: dict[str, DType] = {d.name: d for d in (f64, f32, f16, bf16, i64, i32, i16, i8, u64, u32, u16, u8, bool_)}
 
 
 def from_numpy(dtype: np.dtype) -> DType:

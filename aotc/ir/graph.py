@@ -31,6 +31,12 @@ class TensorType:
         """Number of elements."""
         return product(self.shape)
 
+    @property
+    def ints(self) -> tuple[int, ...]:
+        """The shape, where every dim is a number; AssertionError elsewhere."""
+        assert all(isinstance(s, int) for s in self.shape), f"{self} has dims"
+        return tuple(s for s in self.shape if isinstance(s, int))
+
     def at(self, dims: Mapping[str, Size]) -> TensorType:
         """The type with dims replaced."""
         return replace(self, shape=tuple(evaluate(s, dims) for s in self.shape))

@@ -23,12 +23,15 @@ def interpret(
     inputs: Mapping[str, np.ndarray],
     weights: Callable[[str], np.ndarray] | None = None,
     observe: Observer | None = None,
+    dims: Mapping[str, int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Runs `graph`; returns outputs by name. `weights` gives the logical array of a source key.
 
+    `dims` gives the dims of a body, which declares none of its own.
+
     Raises TypeError where inputs do not fit the signature.
     """
-    dims = bind_dims(graph, {k: np.shape(v) for k, v in inputs.items()})
+    dims = dict(dims) if dims is not None else bind_dims(graph, {k: np.shape(v) for k, v in inputs.items()})
     env: dict[Value, np.ndarray] = {}
     for value in graph.inputs:
         env[value] = _checked(value, np.asarray(inputs[value.name]), dims)

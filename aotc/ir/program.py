@@ -168,6 +168,6 @@ def _execute(body: tuple[Instruction, ...], program: Program, memory: _Memory) -
             v.name: memory.read(b).reshape([int(evaluate(s, memory.dims)) for s in v.type.shape])  # type: ignore[arg-type]
             for v, b in zip(graph.inputs, step.inputs, strict=True)
         }
-        results = interpret(replace(graph, dims=program.dims), arrays)
+        results = interpret(graph, arrays, dims=memory.dims)
         for name, buffer in zip(graph.output_names, step.outputs, strict=True):
             memory.write(buffer, results[name])

@@ -35,7 +35,10 @@ def print_graph(graph: Graph, indent: str = "") -> str:
     lines += [inner + _print_node(n, inner) for n in graph.nodes]
     aliases = dict(graph.aliases)
     for name, v in zip(graph.output_names, graph.outputs, strict=True):
-        lines.append(f"{inner}output {json.dumps(name)} = %{v.name}" + (f" aliases {json.dumps(aliases[name])}" if name in aliases else ""))
+        lines.append(
+            f"{inner}output {json.dumps(name)} = %{v.name}"
+            + (f" aliases {json.dumps(aliases[name])}" if name in aliases else "")
+        )
     return "\n".join([*lines, indent + "}"])
 
 

@@ -47,6 +47,11 @@ def render(kernel: Kernel, slot_bytes: int) -> Source:
     return _FAMILIES[kernel.family](_Frame(kernel, slot_bytes))
 
 
+def kernel_dims(body: Graph) -> tuple[str, ...]:
+    """The dims that a kernel takes after its buffers, in order."""
+    return tuple(sorted({n for v in body.values() for s in v.type.shape for n in names_in(s)}))
+
+
 class _Frame:
     """What every template needs: names of buffers and dims, and the declarations of arguments."""
 
@@ -58,7 +63,7 @@ class _Frame:
         self.pointers = {v: f"p{i}" for i, v in enumerate(self.arguments)}
         for name, source in self.body.aliases:
             self.pointers[self.body.output(name)] = self.pointers[self.input(source)]
-        self.dims = tuple(sorted(set().union(*(names_in(s) for v in self.body.values() for s in v.type.shape))))
+        self.dims = kernel_dims(self.body)
 
     def input(self, name: str) -> Value:
         return next(v for v in self.body.inputs if v.name == name)
@@ -76,8 +81,10 @@ class _Frame:
     def source(self, template: str, scratch: str = "0", **hooks: Any) -> Source:
         summary = ", ".join(n.op for n in self.body.nodes)
         summary = f"{summary[:90]}{'...' if len(summary) > 90 else ''} -> {self.body.outputs[0].type}"
-        text = environment().get_template(f"{template}.cpp.j2").render(
-            name=self.kernel.name, summary=summary, signature=self.signature(), **hooks
+        text = (
+            environment()
+            .get_template(f"{template}.cpp.j2")
+            .render(name=self.kernel.name, summary=summary, signature=self.signature(), **hooks)
         )
         return Source(text, self.dims, scratch)
 

@@ -73,7 +73,11 @@ class CppSyntax:
         if math.isnan(value) or math.isinf(value):
             sign = "-" if value < 0 else ""
             return f"({register(dtype)})({sign}{'NAN' if math.isnan(value) else 'INFINITY'})"
-        return f"{float(value)!r}{suffix}" if "e" in repr(float(value)) or "." in repr(float(value)) else f"{value}.0{suffix}"
+        return (
+            f"{float(value)!r}{suffix}"
+            if "e" in repr(float(value)) or "." in repr(float(value))
+            else f"{value}.0{suffix}"
+        )
 
     def convert(self, expression: str, source: DType, target: DType) -> str:
         if source == target or register(source) == register(target):
@@ -85,7 +89,7 @@ class CppSyntax:
         return f"({register(target)})({expression})"
 
     def select(self, condition: str, yes: str, no: str) -> str:
-        return f"({condition}) ? {yes} : {no}"
+        return f"(({condition}) ? {yes} : {no})"
 
     def call(self, op: str, dtype: DType, args: list[str], attrs: Any) -> str:
         """`attrs` is the node for ops of the graph, None for the folds of reductions."""
@@ -134,5 +138,3 @@ class CppSyntax:
             return f"(({n}) / 16 * {depth} + {k}) * 16 + ({n}) % 16"
         assert packing == "n16k2", packing
         return f"(({n}) / 16 * (({depth} + 1) / 2) + ({k}) / 2) * 32 + ({n}) % 16 * 2 + ({k}) % 2"
-
-

@@ -54,6 +54,8 @@ class CpuLibrary:
         abi = self._dll.aotc_abi()
         if abi != ABI:
             raise DeviceError(f"{path} has kernel interface {abi}, this runtime {ABI}: compile the model again")
+        if self._dll.aotc_prepare():
+            raise DeviceError("Linux does not let this process use AMX tiles: compile with --arch x86-64-v4-bf16")
         self._dll.aotc_pool_create.restype = ctypes.c_void_p
         self.run = self._dll.aotc_run
         self.run.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64] + [

@@ -60,7 +60,8 @@ def test_sixteen_bit_floats_accumulate_wide():
 
 
 @pytest.mark.parametrize(
-    ("value", "expected"), [(3.9, 3), (-3.9, -3), (1e30, 2**31 - 1), (-1e30, -(2**31)), (np.nan, 0), (np.inf, 2**31 - 1)]
+    ("value", "expected"),
+    [(3.9, 3), (-3.9, -3), (1e30, 2**31 - 1), (-1e30, -(2**31)), (np.nan, 0), (np.inf, 2**31 - 1)],
 )
 def test_float_to_integer_truncates_and_saturates(value, expected):
     b = Builder("g")

@@ -83,7 +83,9 @@ def test_faults_are_found():
     x = graph.inputs[1]
     stranger = Value("stranger", TensorType(f32, (2,)))
     wrong = Node("negate", (x,), (Value("n", TensorType(f32, (3,))),))
-    undeclared = Node("constant", (), (Value("u", TensorType(f32, (symbol("q"),))),), ConstantAttrs(0.0, f32, (symbol("q"),)))
+    undeclared = Node(
+        "constant", (), (Value("u", TensorType(f32, (symbol("q"),))),), ConstantAttrs(0.0, f32, (symbol("q"),))
+    )
     for nodes in (
         (*graph.nodes, Node("negate", (stranger,), (Value("n", stranger.type),))),
         (*graph.nodes, wrong),

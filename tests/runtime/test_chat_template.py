@@ -7,13 +7,16 @@ import subprocess
 import sys
 import time
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from aotc.errors import RequestError
+from aotc.frontend.gguf import open_gguf
 from aotc.runtime.chat_template import MAX_TEMPLATE, ChatTemplate
 
 USER = [{"role": "user", "content": "Hi"}]
@@ -70,7 +73,8 @@ HONEST = {
 {{- loop_messages | map(attribute="role") | map("upper") | unique | join(", ") }}""",
     "macros": """{%- macro to_type(spec) -%}{%- set basic = {"string": "str", "number": "float"} -%}
 {%- if basic[spec.type] is defined -%}{{ basic[spec.type] }}{%- elif spec.type == "array" -%}
-list[{{ to_type(spec.items) if spec.items is mapping else "Any" }}]{%- elif spec.type is iterable -%}
+list[{{ to_type(spec["items"]) if spec["items"] is mapping else "Any" }}]{%- elif spec.type is iterable
+    and spec.type is not string -%}
 {%- for t in spec.type -%}{{ to_type({"type": t}) }}{% if not loop.last %}|{% endif %}{%- endfor -%}
 {%- else -%}{{ spec.type|capitalize|default("Any", true) }}{%- endif -%}{%- endmacro -%}
 {%- for tool in tools or [] -%}{{ tool.function.name }}(
@@ -137,19 +141,17 @@ def test_honest_templates_render_as_in_transformers(name: str, chat: int) -> Non
     theirs = {"add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"} | arguments
     try:
         expected = render_jinja_template([messages], chat_template=source, **theirs)[0][0]
-    except Exception as error:
+    except jinja2.TemplateError as error:
         with pytest.raises(RequestError, match=str(error)):
             render(source, messages, **arguments)
     else:
         assert render(source, messages, **arguments) == expected
 
 
-def test_the_template_of_a_real_model(smollm2_gguf: Any) -> None:
-    import gguf
-
-    field = gguf.GGUFReader(smollm2_gguf).get_field("tokenizer.chat_template")
-    assert field is not None
-    assert render(field.contents(), [{"role": "user", "content": "Hi"}]) == (
+def test_the_template_of_a_real_model(smollm2_gguf: Path) -> None:
+    source = open_gguf(smollm2_gguf).chat_template
+    assert source is not None
+    assert render(source, [{"role": "user", "content": "Hi"}]) == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -240,7 +242,7 @@ HOSTILE = {
     "class by key": "{{ ''['__class__']['mro']() }}",
     "class by filter": "{{ ''|attr('__class__') }}",
     "class by map": "{{ ['']|map(attribute='__class__')|list|first }}",
-    "globals of a macro": "{% macro m() %}{% endmacro %}{{ m.__globals__ }}",
+    "globals of a macro": "{% macro m() %}{% endmacro %}{{ m.__init__.__globals__ }}",
     "macro by map": "{% macro m() %}{% endmacro %}{{ [m]|map(attribute='__init__')|list }}",
     "function": "{{ raise_exception.__globals__ }}",
     "cycler": "{{ cycler.__init__.__globals__ }}",
@@ -264,7 +266,7 @@ HOSTILE = {
     "undefined test": "{{ 1 is no_such_test }}",
     "generator": "{{ messages|map('upper') }}",
     # ways to a hang
-    "range": "{% for i in range(10**9) %}{% endfor %}",
+    "range": "{% for i in range(1000000000) %}{% endfor %}",
     "wide range": "{{ range(1000000000) }}",
     "range as list": "{{ range(1000000000)|list }}",
     "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
@@ -272,9 +274,10 @@ HOSTILE = {
     "loops that filter": MANY + "{% for a in l %}{% for b in l if false %}{% endfor %}{% endfor %}",
     "recursive loop": "{% for a in [[1]] recursive %}{{ loop(a) }}{% endfor %}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "exponential recursion": "{% macro f(n) %}{% if n %}{% set x = f(n-1) ~ f(n-1) %}{% endif %}{% endmacro %}{{ f(60) }}",
-    "call blocks": "{% macro f(n) %}{% if n %}{% call f(n-1) %}{% endcall %}{% call f(n-1) %}{% endcall %}{% endif %}"
-    "{% endmacro %}{{ f(60) }}",
+    "exponential recursion": "{% macro f(n) %}{% if n %}{% set x = f(n-1) ~ f(n-1) %}{% endif %}{% endmacro %}"
+    "{{ f(60) }}",
+    "call blocks": "{% macro f(n) %}{% set c = caller %}{% if n %}{% call f(n-1) %}{% endcall %}"
+    "{% call f(n-1) %}{% endcall %}{% endif %}{% endmacro %}{% call f(60) %}{% endcall %}",
     "power": "{{ 10 ** 10 ** 10 }}",
     "factorial": "{% set n = namespace(x=1) %}{% for i in range(1, 99999) %}{% set n.x = n.x * i %}{% endfor %}",
     "big integer": "{{ ('f' * 1000000)|int(0, 16) // 7 }}",
@@ -283,7 +286,8 @@ HOSTILE = {
     "{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}",
     "compare often": MANY + "{% set m = range(100000)|list %}" + "{% set x = l == m %}" * 2500,
     "strings in a list": "{% set s = 'a' * 1000000 + 'b' %}{% set t = 'a' * 1000000 + 'c' %}{{ t in [s] * 100000 }}",
-    "hash": "{% set n = namespace(a=(0,)) %}{% for i in range(60) %}{% set n.a = (n.a, n.a) %}{% endfor %}{{ {n.a: 1} }}",
+    "hash": "{% set n = namespace(a=(0,)) %}{% for i in range(60) %}{% set n.a = (n.a, n.a) %}{% endfor %}"
+    "{{ {n.a: 1} }}",
     "strip": "{{ ('a' * 2000000).strip('b' * 1000000 ~ 'a') }}",
     "trim": "{{ ('a' * 2000000)|trim('b' * 1000000 ~ 'a') }}",
     "rfind": "{{ ('a' * 3000000).rfind('a' * 1000000 ~ 'b' ~ 'a' * 100000) }}",
@@ -291,8 +295,8 @@ HOSTILE = {
     "attribute chain": "{{ ([{}] * 100000)|" + "map(attribute='a')|" * 3000 + "list }}",
     "sort": "{% for i in range(99999) %}{% set x = range(99999)|sort %}{% endfor %}",
     # ways to fill the memory
-    "repeat": "{{ 'a' * 10**9 }}",
-    "repeat a list": "{{ [1] * 10**9 }}",
+    "repeat": "{{ 'a' * 1000000000 }}",
+    "repeat a list": "{{ [1] * 1000000000 }}",
     "repeat in steps": BIG + "{{ s * 1000 * 1000 }}",
     "double": "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
     "double by tilde": "{% set n = namespace(s='ab') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
@@ -300,9 +304,10 @@ HOSTILE = {
     "double a block": "{% set s %}ab{% endset %}" + "{% set s %}{{ s }}{{ s }}{% endset %}" * 60,
     "double a dict": "{% set n = namespace(s={}) %}{% for i in range(60) %}{% set n.s = {1: n.s, 2: n.s} %}{% endfor %}"
     "{{ n.s }}",
-    "namespaces in namespaces": "{% set n = namespace(a=[0]) %}{% for i in range(60) %}{% set m = namespace(a=[n, n]) %}"
-    "{% set n.a = m %}{% endfor %}{{ n|upper }}",
-    "many literals": BIG + "{% set n = namespace(l=[]) %}{% for i in range(9999) %}{% set n.l = [n.l, s ~ i] %}{% endfor %}",
+    "namespaces in namespaces": "{% set n = namespace(a=[0]) %}{% for i in range(60) %}"
+    "{% set m = namespace(a=[n, n]) %}{% set n.a = m %}{% endfor %}{{ n|upper }}",
+    "many literals": BIG + "{% set n = namespace(l=[]) %}{% for i in range(9999) %}{% set n.l = [n.l, s ~ i] %}"
+    "{% endfor %}",
     "same text": BIG + "{{ [s, s, s, s, s, s, s, s] }}",
     "join": BIG + "{{ range(100000)|join(s) }}",
     "join method": BIG + "{{ s.join(range(100000)|map('string')) }}",
@@ -315,13 +320,18 @@ HOSTILE = {
     "batch": "{{ [1]|batch(1000000000, 0)|list }}",
     "split": "{% for i in range(99) %}{% set x = ('a ' * 2000000).split() %}{% endfor %}",
     "split often": "{% set n = namespace() %}" + "{% set n.a%d = (' a' * 90000).split(' ') %}" * 500,
+    "title": "{% for i in range(99) %}{% set x = ('a b' * 1000000)|title %}{% endfor %}",
+    "float": "{% for i in range(999) %}{% set x = ('9' * 4000000)|float %}{% endfor %}",
     "list of characters": "{{ ('a' * 4000000)|list }}",
-    "tojson": "{% set n = namespace(l=[]) %}{% for i in range(63) %}{% set n.l = [n.l, n.l, 1] %}{% endfor %}{{ n.l|tojson }}",
+    "tojson": "{% set n = namespace(l=[]) %}{% for i in range(63) %}{% set n.l = [n.l, n.l, 1] %}{% endfor %}"
+    "{{ n.l|tojson }}",
     "tojson indent": MANY + "{{ l|tojson(indent=1000000000) }}",
     "tojson separators": BIG + MANY + "{{ l|tojson(separators=(s, s)) }}",
     "output": BIG + "{% for i in range(99) %}{{ s }}{% endfor %}",
-    "output of a macro": BIG + "{% macro m() %}{% for i in range(9999) %}{{ s }}{% endfor %}{% endmacro %}{% set x = m() %}",
-    "text of a macro": "{% macro m() %}{% for i in range(99999) %}" + "x" * 50000 + "{% endfor %}{% endmacro %}{% set x = m() %}",
+    "output of a macro": BIG + "{% macro m() %}{% for i in range(9999) %}{{ s }}{% endfor %}{% endmacro %}"
+    "{% set x = m() %}",
+    "text of a macro": "{% macro m() %}{% for i in range(99999) %}" + "x" * 50000 + "{% endfor %}{% endmacro %}"
+    "{% set x = m() %}",
     "filter block": BIG + "{% filter upper %}{% for i in range(9999) %}{{ s }}{% endfor %}{% endfilter %}",
     "date": "{{ strftime_now('%0999999999d') }}",
     "long date": "{{ strftime_now('%c' * 1000000) }}",

@@ -53,6 +53,8 @@ def test_special_tokens_are_known_by_id_and_text(tokenizer: Tokenizer, path: Pat
     assert tokenizer.bos_token_id == 256 and tokenizer.bos_token == "<s>"
     assert tokenizer.special_ids == {256, 257, 258} and tokenizer.vocab_size == 260
     assert Tokenizer(path, {"eos_token_id": 258}).eos_token == "<|im_end|>"
+    named = Tokenizer(path, {"eos_token_id": [257], "eos_token": {"content": "<|im_end|>"}, "bos_token": None})
+    assert (named.eos_token, named.bos_token) == ("<|im_end|>", "")
     bare = Tokenizer(path)
     assert (bare.eos_token_ids, bare.eos_token, bare.bos_token_id, bare.bos_token) == ((), "", None, "")
 

@@ -116,7 +116,7 @@ def _dot_reference(arrays: Any, at: DotAttrs, outs: tuple[TensorType, ...]) -> n
     right = b.transpose(at.rhs_batch + at.rhs_contracting + rb).reshape(*batch, k, -1)
     if left.dtype.kind in "iu":  # integer products accumulate in 32 or 64 bits, then wrap
         left, right = left.astype(np.int64), right.astype(np.int64)
-    return np.matmul(left, right).reshape(outs[0].shape)
+    return np.matmul(left, right).reshape(outs[0].ints)
 
 
 def _dot_cost(ins: tuple[TensorType, ...], outs: tuple[TensorType, ...], at: DotAttrs) -> Size:
@@ -155,7 +155,7 @@ def _conv_reference(arrays: Any, at: ConvAttrs, outs: tuple[TensorType, ...]) ->
     weight = w.reshape(g, w.shape[0] // g, *w.shape[1:])
     spatial, kernel = "uvw"[:n], "xyz"[:n]
     out = np.einsum(f"ngc{spatial}{kernel},goc{kernel}->ngo{spatial}", patches, weight, optimize=True)
-    return out.reshape(outs[0].shape)
+    return out.reshape(outs[0].ints)
 
 
 def _conv_cost(ins: tuple[TensorType, ...], outs: tuple[TensorType, ...], _: Any) -> Size:
@@ -179,7 +179,7 @@ def _reduce_reference(arrays: Any, at: ReduceAttrs, outs: tuple[TensorType, ...]
     if x.dtype.kind in "iu" and at.kind in ("sum", "product"):
         return REDUCTIONS[at.kind](x, axis=at.axes, dtype=x.dtype)
     if at.kind in ("maximum", "minimum") and 0 in (x.shape[a] for a in at.axes):
-        return np.full(outs[0].shape, lowest(x.dtype) if at.kind == "maximum" else highest(x.dtype), x.dtype)
+        return np.full(outs[0].ints, lowest(x.dtype) if at.kind == "maximum" else highest(x.dtype), x.dtype)
     return REDUCTIONS[at.kind](x, axis=at.axes)
 
 
@@ -265,4 +265,3 @@ OPS = (
     Op("sort", _sort_types, _sort_reference, SortAttrs, exact=True),
     Op("top_k", _top_k, _top_k_reference, TopKAttrs, exact=True),
 )
-

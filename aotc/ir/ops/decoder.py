@@ -126,4 +126,3 @@ OPS = (
     Op("last_rows", _last_rows, lambda a, _, __: a[0][np.asarray(a[1])[1:] - 1], Attrs, no_flops, exact=True),
     Op("sample", _sample_types, _sample, Attrs, lambda i, _, __: i[0].size * 4, exact=True, linear=((3, 2),)),
 )
-

@@ -75,7 +75,12 @@ def _ints(f: Callable[..., np.ndarray], g: Callable[..., np.ndarray]) -> Callabl
 
 
 COMPARISONS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
-    "EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal,
+    "EQ": np.equal,
+    "NE": np.not_equal,
+    "LT": np.less,
+    "LE": np.less_equal,
+    "GT": np.greater,
+    "GE": np.greater_equal,
 }
 
 _UNARY: dict[str, Callable[[np.ndarray], np.ndarray]] = {

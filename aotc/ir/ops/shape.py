@@ -104,10 +104,10 @@ def _broadcast(types: tuple[TensorType, ...], attrs: BroadcastAttrs) -> tuple[Te
 
 def _broadcast_reference(arrays: Any, attrs: BroadcastAttrs, outs: tuple[TensorType, ...]) -> np.ndarray:
     (x,) = arrays
-    aligned = [1] * len(outs[0].shape)
+    aligned = [1] * len(outs[0].ints)
     for size, axis in zip(x.shape, attrs.axes, strict=True):
         aligned[axis] = size
-    return np.broadcast_to(x.reshape(aligned), outs[0].shape)
+    return np.broadcast_to(x.reshape(aligned), outs[0].ints)
 
 
 def _slice(types: tuple[TensorType, ...], attrs: SliceAttrs) -> tuple[TensorType, ...]:
@@ -123,7 +123,7 @@ def _slice(types: tuple[TensorType, ...], attrs: SliceAttrs) -> tuple[TensorType
 def _slice_reference(arrays: Any, attrs: SliceAttrs, outs: tuple[TensorType, ...]) -> np.ndarray:
     (x,) = arrays
     index = []
-    for lo, step, count in zip(attrs.start, attrs.step, outs[0].shape, strict=True):
+    for lo, step, count in zip(attrs.start, attrs.step, outs[0].ints, strict=True):
         index.append(slice(lo, lo + (count - 1) * step + 1 if count else lo, step))  # type: ignore[operator]
     return x[tuple(index)]
 
@@ -158,13 +158,13 @@ def _reverse_reference(arrays: Any, attrs: AxesAttrs, _: Any) -> np.ndarray:
 
 
 def _iota_reference(_: Any, attrs: IotaAttrs, outs: tuple[TensorType, ...]) -> np.ndarray:
-    shape = outs[0].shape
+    shape = outs[0].ints
     line = np.arange(shape[attrs.axis]).reshape([-1 if i == attrs.axis else 1 for i in range(len(shape))])
     return np.broadcast_to(line, shape).astype(attrs.dtype.np)
 
 
 OPS = (
-    Op("reshape", _reshape, lambda a, _, o: np.reshape(a[0], o[0].shape), ShapeAttrs, no_flops, exact=True),
+    Op("reshape", _reshape, lambda a, _, o: np.reshape(a[0], o[0].ints), ShapeAttrs, no_flops, exact=True),
     Op(
         "transpose", _transpose, lambda a, at, _: np.transpose(a[0], at.permutation), PermutationAttrs,
         no_flops, exact=True,
@@ -179,7 +179,7 @@ OPS = (
     Op("reverse", lambda t, _: (t[0],), _reverse_reference, AxesAttrs, no_flops, exact=True),
     Op(
         "constant", lambda _, at: (TensorType(at.dtype, at.shape),),
-        lambda _, at, o: np.full(o[0].shape, at.value, at.dtype.np), ConstantAttrs, no_flops, exact=True,
+        lambda _, at, o: np.full(o[0].ints, at.value, at.dtype.np), ConstantAttrs, no_flops, exact=True,
     ),
     Op(
         "repack", lambda t, at: (TensorType(t[0].dtype, t[0].shape, at.packing),), lambda a, _, __: a[0], PackingAttrs,

@@ -12,6 +12,9 @@
 #include <unistd.h>
 
 #include "abi.h"
+#if defined(__AMX_BF16__)
+#include "amx.h"
+#endif
 
 enum aotc_op { AOTC_CALL = 0, AOTC_BARRIER = 1, AOTC_JUMP_IF_FALSE = 2, AOTC_JUMP = 3 };
 enum aotc_arg_kind { AOTC_ADDRESS = 0, AOTC_DIM = 1, AOTC_CONSTANT = 2 };
@@ -123,6 +126,15 @@ static void aotc_wake(aotc_pool* pool) {
 extern "C" {
 
 int aotc_abi(void) { return AOTC_ABI; }
+
+// Once a library, before its kernels run. Not 0 when the system refuses what the kernels need (AMX tiles).
+int aotc_prepare(void) {
+#if defined(__AMX_BF16__)
+  return aotc::amx_request_permission();
+#else
+  return 0;
+#endif
+}
 
 // A pool of `threads`, the caller's included. Null when memory or threads run out.
 aotc_pool* aotc_pool_create(int threads) {

@@ -319,11 +319,12 @@ static inline int sample_token(const float* x, int vocab, float top, const Sampl
     if (s->min_p > 0) n = compact(w, m.ids, n, s->min_p, nullptr, false);
     float border = 0;
     if (s->top_p < 1) {
-        const double total = block_sums(w, n, 0, m.sums);
-        // weights below 1 - top_p of the average never add up to 1 - top_p of all: the border lies above
-        n = compact(w, m.ids, n, (float)(0.999 * (1.0 - s->top_p) * total / n), m.sums, all);
+        const double target = s->top_p * block_sums(w, n, 0, m.sums);
+        float floor = 1.0f / 4;  // if the weights above it suffice, the border is among them
+        while (block_sums(w, n, floor, m.sums) < target) floor = floor < 1e-6f ? 0 : floor / 4;
+        n = compact(w, m.ids, n, floor, m.sums, all);
         all = false;
-        border = select_threshold<true>(w, n, s->top_p * total, m.histogram);
+        border = select_threshold<true>(w, n, target, m.histogram);
     }
     const int i = draw(w, n, border, uniform(s->seed, s->counter_base, s->history_len), m.sums);
     return all ? i : m.ids[i];

@@ -23,8 +23,11 @@ static inline f32x16 round_even(f32x16 a) { return {_mm512_roundscale_ps(a.v, 0)
 static inline f32x16 where_le(f32x16 a, f32x16 b, f32x16 x, f32x16 y) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ), y.v, x.v)};
 }
-// p * 2^n for integral n, with gradual underflow and overflow to infinity.
-static inline f32x16 scale_pow2(f32x16 p, f32x16 n) { return {_mm512_scalef_ps(p.v, n.v)}; }
+// p * 2^n for integral n <= 160 where x >= least (or x is NaN), and zero elsewhere.
+static inline f32x16 scale_pow2(f32x16 p, f32x16 n, f32x16 x, float least) {
+  __mmask16 keep = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(least), _CMP_NLT_UQ);
+  return {_mm512_maskz_scalef_ps(keep, p.v, n.v)};
+}
 static inline float reduce_add(f32x16 a) { return _mm512_reduce_add_ps(a.v); }
 static inline float reduce_max(f32x16 a) { return _mm512_reduce_max_ps(a.v); }
 
@@ -97,13 +100,15 @@ static inline f32x16 where_le(f32x16 a, f32x16 b, f32x16 x, f32x16 y) {
 static inline __m256 pow2_int(__m256i n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n, _mm256_set1_epi32(127)), 23));
 }
-// Two half steps, so that exponents outside [-126, 127] under- and overflow as they should (|n| <= 250).
-static inline __m256 scale_pow2_half(__m256 p, __m256 n) {
+// Two half steps: 2^128 does not fit a float's exponent, its products with p < 1 do.
+static inline __m256 scale_pow2_half(__m256 p, __m256 n, __m256 x, __m256 least) {
   __m256i i = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(i, 1);
-  return _mm256_mul_ps(_mm256_mul_ps(p, pow2_int(half)), pow2_int(_mm256_sub_epi32(i, half)));
+  __m256 scaled = _mm256_mul_ps(_mm256_mul_ps(p, pow2_int(half)), pow2_int(_mm256_sub_epi32(i, half)));
+  return _mm256_and_ps(scaled, _mm256_cmp_ps(x, least, _CMP_NLT_UQ));
 }
-static inline f32x16 scale_pow2(f32x16 p, f32x16 n) {
-  return {scale_pow2_half(p.lo, n.lo), scale_pow2_half(p.hi, n.hi)};
+static inline f32x16 scale_pow2(f32x16 p, f32x16 n, f32x16 x, float least) {
+  __m256 l = _mm256_set1_ps(least);
+  return {scale_pow2_half(p.lo, n.lo, x.lo, l), scale_pow2_half(p.hi, n.hi, x.hi, l)};
 }
 static inline float reduce_add(f32x16 a) {
   __m256 s = _mm256_add_ps(a.lo, a.hi);
@@ -176,27 +181,27 @@ template <class T> static inline void load32(const T* p, f32x16& a, f32x16& b) {
 static inline void store32(bf16* p, f32x16 a, f32x16 b) { store_even_odd(p, a, b); }
 template <class T> static inline void store32(T* p, f32x16 a, f32x16 b) { store(p, a); store(p + 16, b); }
 
-// e^t 2^n for |t| <= ln(2)/2: polynomial of degree 6 (Cephes expf), relative error below 2e-7.
-static inline f32x16 exp_scaled(f32x16 t, f32x16 n) {
+// e^t for |t| <= ln(2)/2: polynomial of degree 7 (Cephes expf), relative error below 2e-7.
+static inline f32x16 exp_polynomial(f32x16 t) {
   f32x16 p = fma(splat(1.9875691500e-4f), t, splat(1.3981999507e-3f));
   p = fma(p, t, splat(8.3334519073e-3f));
   p = fma(p, t, splat(4.1665795894e-2f));
   p = fma(p, t, splat(1.6666665459e-1f));
   p = fma(p, t, splat(5.0000001201e-1f));
-  p = fma(p, t * t, t + splat(1.0f));
-  return scale_pow2(p, n);
+  return fma(p, t * t, t + splat(1.0f));
 }
-// The clamps keep infinities out of the range reduction (2^-160 is zero, 2^160 infinity); NaN passes through both.
+// Results below the least normal float are zero: a denormal costs a hundred cycles, and masked scores make many.
+// The upper clamp keeps infinity out of the range reduction; NaN stays NaN.
 static inline f32x16 exp2(f32x16 x) {
-  x = min(splat(160.0f), max(splat(-160.0f), x));
+  x = min(splat(160.0f), x);
   f32x16 n = round_even(x);
-  return exp_scaled((x - n) * splat(0.6931471806f), n);
+  return scale_pow2(exp_polynomial((x - n) * splat(0.6931471806f)), n, x, -126.0f);
 }
 static inline f32x16 exp(f32x16 x) {
-  x = min(splat(110.0f), max(splat(-110.0f), x));
+  x = min(splat(110.0f), x);
   f32x16 n = round_even(x * splat(1.4426950409f));
   f32x16 t = fma(n, splat(-0.693359375f), x);  // ln(2) in two parts: the first product is exact
-  return exp_scaled(fma(n, splat(2.12194440e-4f), t), n);
+  return scale_pow2(exp_polynomial(fma(n, splat(2.12194440e-4f), t)), n, x, -87.33654f);
 }
 static inline f32x16 sigmoid(f32x16 x) { return splat(1.0f) / (splat(1.0f) + exp(splat(0.0f) - x)); }
 static inline f32x16 silu(f32x16 x) { return x / (splat(1.0f) + exp(splat(0.0f) - x)); }

@@ -1,0 +1,134 @@
+"""Measure an artifact: `bench startup DIR` from process start to first token, in parts; `bench latency DIR` prefill
+and decode steps. Results are JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("what", choices=["startup", "latency"], help="what to measure")
+    parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model")
+    parser.add_argument("--json", metavar="FILE", dest="file", help="append the results to a file of JSON lines")
+    parser.add_argument("--repeat", type=int, default=10, metavar="N", help="runs of each measurement")
+    parser.add_argument("--prompt-len", type=int, default=512, metavar="N", help="tokens of the prefill")
+    parser.add_argument("--profile", action="store_true", help="latency: also print time by kernel of a decode step")
+
+
+def run(options: argparse.Namespace) -> int:
+    results = startup(options) if options.what == "startup" else latency(options)
+    for result in results:
+        line = json.dumps(result)
+        print(line)
+        if options.file:
+            with open(options.file, "a") as file:
+                file.write(line + "\n")
+    return 0
+
+
+def startup(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Starts `--repeat` processes that load, answer one token, and report the time of each part in ms."""
+    runs = []
+    for _ in range(options.repeat):
+        begin = time.time()
+        done = subprocess.run(
+            [sys.executable, "-c", _STARTUP, options.artifact, repr(begin)], capture_output=True, text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )  # fmt: skip
+        if done.returncode:
+            from aotc.errors import DeviceError
+
+            raise DeviceError(f"a run failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        runs.append(json.loads(done.stdout))
+    median = {k: round(sorted(r[k] for r in runs)[len(runs) // 2], 2) for k in runs[0]}
+    return [{"bench": "startup", "artifact": Path(options.artifact).name, "runs": len(runs), **median}]
+
+
+_STARTUP = """
+import json, sys, time
+begin, marks = float(sys.argv[2]), {}
+def mark(name):
+    marks[name] = (time.time() - begin) * 1e3
+mark("process_ms")
+from aotc.artifact.reader import open_artifact
+from aotc.runtime.llm import LLM
+mark("imports_ms")
+artifact = open_artifact(sys.argv[1]); mark("open_ms")
+llm = LLM(artifact, max_num_seqs=1); llm.warm(); mark("load_ms")
+prompt = llm.tokenizer.encode("What is gravity?"); mark("tokenizer_ms")
+next(iter(llm.stream(prompt, max_tokens=1, temperature=0))); mark("first_token_ms")
+parts, last = {}, 0.0
+for name, at in marks.items():
+    parts[name] = at - last; last = at
+print(json.dumps({"start_ms": last, **parts}))
+"""
+
+
+def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times steps of the executor: `prefill_ms` of one prompt, `decode_ms` a token after it, with p50 and p99."""
+    import numpy as np
+
+    from aotc.artifact.reader import open_artifact
+    from aotc.runtime.executor import CpuExecutor
+    from aotc.runtime.sampling import SamplingParams
+    from aotc.runtime.sequence import Request, Row, Sequence
+
+    executor = CpuExecutor(open_artifact(options.artifact), 1)
+    length = min(options.prompt_len, executor.max_model_len - 80)
+    ids = np.random.default_rng(0).integers(1000, min(40000, executor.vocab_size), length).tolist()
+    prefill, decode = [], []
+    for _ in range(options.repeat):
+        sequence = Sequence(Request("b", tuple(ids), SamplingParams(temperature=0)), 0, list(ids))
+        executor.start(sequence)
+        begin = time.perf_counter()
+        for start in range(0, length, executor.max_num_batched_tokens):
+            count = min(executor.max_num_batched_tokens, length - start)
+            token = executor.step([Row(sequence, start, count, start + count == length)]).token[0]
+        prefill.append(time.perf_counter() - begin)
+        for n in range(64):
+            sequence.tokens.append(int(token))
+            begin = time.perf_counter()
+            token = executor.step([Row(sequence, length + n, 1, True)]).token[0]
+            decode.append(time.perf_counter() - begin)
+
+    def ms(values: list[float], q: float) -> float:
+        return round(float(np.quantile(values, q)) * 1e3, 3)
+
+    if options.profile:
+        _profile(executor, ids)
+    return [{
+        "bench": "latency", "artifact": Path(options.artifact).name, "target": executor.target.name, "prompt": length,
+        "prefill_ms": ms(prefill, 0.5), "decode_ms": ms(decode, 0.5), "p50": ms(decode, 0.5), "p99": ms(decode, 0.99),
+        "ttft_ms": ms(prefill, 0.5), "memory_bytes": executor.memory.total,
+    }]  # fmt: skip
+
+
+def _profile(executor, ids: list[int]) -> None:
+    """Time by kernel of a decode step and of the prefill, to standard error."""
+    from aotc.runtime.sampling import SamplingParams
+    from aotc.runtime.sequence import Request, Row, Sequence
+
+    sequence = Sequence(Request("p", tuple(ids), SamplingParams(temperature=0)), 0, [*ids, 1])
+    for kind, row, size in (
+        ("decode", Row(sequence, len(ids), 1, True), 1),
+        ("extend", Row(sequence, 0, len(ids), True), len(ids)),
+    ):
+        program = executor.program(kind, size)
+        program.profile()
+        for _ in range(20):
+            executor.step([row])
+        times: dict[str, list[int]] = {}
+        for name, spent in program.call_times():
+            times.setdefault(name, []).append(spent // 20)
+        program.profile(False)
+        total = sum(map(sum, times.values()))
+        print(f"{kind}: {total / 1e6:.3f} ms", file=sys.stderr)
+        for name, spent in sorted(times.items(), key=lambda t: -sum(t[1])):
+            print(f"  {sum(spent) / 1e3:9.1f} us {len(spent):4d} x {name}", file=sys.stderr)

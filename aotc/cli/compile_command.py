@@ -1,0 +1,150 @@
+"""Compile MODEL into an artifact: a folder that `aotc run`, `aotc serve` and `aotc.load` take.
+
+MODEL is a .gguf file, a Hugging Face folder, a hub id (org/name) or an .onnx file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aotc.frontend.model import Model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=".gguf file, Hugging Face folder, hub id or .onnx file")
+    parser.add_argument(
+        "--arch", required=True, metavar="A[,B]", help="cpu, x86-64-v3, x86-64-v4, sm80, sm90, h100, ..."
+    )
+    parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the artifact's folder")
+    parser.add_argument("--dtype", choices=["bf16", "f16", "f32", "auto"], default="auto",
+                        help="type of weights and activations of a language model; auto: the checkpoint's, f32 becomes bf16")  # fmt: skip
+    parser.add_argument(
+        "--max-model-len", type=int, metavar="N", help="most tokens of a sequence (model's, at most 8192)"
+    )
+    parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="most sequences of a step")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="most tokens of a step")
+    parser.add_argument("--weights", metavar="random:SEED", help="make the weights from the config alone")
+    parser.add_argument("--revision", help="branch, tag or commit of a hub id")
+    parser.add_argument("--dim", action="append", default=[], metavar="NAME=LO..HI",
+                        help="bounds of a dynamic dimension of an ONNX model")  # fmt: skip
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def run(options: argparse.Namespace) -> int:
+    from aotc.artifact.writer import ArtifactWriter
+    from aotc.target import parse_targets
+
+    signal.signal(signal.SIGTERM, _interrupt)  # so that the writer removes its temporary folder
+    begin = time.perf_counter()
+    targets = parse_targets(options.arch)
+    progress = _silent if options.quiet else _Progress()
+    with ArtifactWriter(options.output) as writer:
+        progress("read and trace", 0, 1)
+        model, compile_options = _open(options)
+        progress("read and trace", 1, 1)
+        _add_text_files(model, writer)
+        from aotc.compiler import compile_model
+
+        manifest = compile_model(model, targets, writer, compile_options, progress)
+    if not options.quiet:
+        _summary(options.output, manifest, time.perf_counter() - begin)
+    return 0
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _open(options: argparse.Namespace):
+    from aotc.compiler import Options, buckets
+    from aotc.errors import RequestError
+
+    if str(options.model).endswith(".onnx"):
+        from aotc.frontend.onnx import open_onnx
+
+        return open_onnx(options.model, parse_dims(options.dim)), Options()
+    from aotc.frontend.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(options.model, revision=options.revision, weights=options.weights)
+    from aotc.frontend.decoder import trace_decoder
+
+    config = checkpoint.config
+    length = options.max_model_len or min(config.max_position_embeddings, 8192)
+    if not 1 <= length <= config.max_position_embeddings:
+        raise RequestError(
+            f"--max-model-len {length} is not between 1 and the model's {config.max_position_embeddings}"
+        )
+    dtype = ("bf16" if config.dtype == "f32" else config.dtype) if options.dtype == "auto" else options.dtype
+    if options.dtype == "auto" and config.dtype == "f32" and not options.quiet:
+        print("the checkpoint is f32 or quantised: compiling as bf16 (--dtype f32 keeps f32)", file=sys.stderr)
+    tokens = min(options.max_num_batched_tokens, length)
+    return trace_decoder(checkpoint, dtype, length), buckets(options.max_num_seqs, tokens)
+
+
+def parse_dims(items: list[str]) -> dict[str, tuple[int, int]]:
+    """`--dim batch=1..8` and `--dim batch=4` as bounds. Raises RequestError."""
+    from aotc.errors import RequestError
+
+    dims = {}
+    for item in items:
+        name, _, bounds = item.partition("=")
+        low, _, high = bounds.partition("..")
+        if (
+            not name
+            or not low.isdecimal()
+            or (high and not high.isdecimal())
+            or int(low) < 1
+            or int(high or low) < int(low)
+        ):
+            raise RequestError(f"--dim {item}: write NAME=LO..HI or NAME=N, for example --dim batch=1..8")
+        dims[name] = (int(low), int(high or low))
+    return dims
+
+
+def _add_text_files(model: Model, writer) -> None:
+    checkpoint = model.checkpoint
+    if checkpoint is None:
+        return
+    if checkpoint.tokenizer_json is not None:
+        writer.add_file("tokenizer.json", checkpoint.tokenizer_json)
+    if checkpoint.chat_template is not None:
+        writer.add_file("chat_template.jinja", checkpoint.chat_template.encode())
+    if checkpoint.generation_config:
+        writer.add_file("generation_config.json", json.dumps(checkpoint.generation_config, sort_keys=True).encode())
+
+
+def _silent(stage: str, done: int, total: int) -> None:
+    pass
+
+
+class _Progress:
+    """One line a stage on standard error; it is rewritten in place on a terminal."""
+
+    def __init__(self) -> None:
+        self._terminal, self._begin = sys.stderr.isatty(), time.perf_counter()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        spent = time.perf_counter() - self._begin
+        line = f"{spent:6.1f} s  {stage:<28} {done}/{total}"
+        if self._terminal:
+            print(f"\r{line}\033[K", end="\n" if done == total else "", file=sys.stderr, flush=True)
+        elif done == total:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _summary(output: str, manifest, seconds: float) -> None:
+    mib = 1 << 20
+    lines = [f"{output}: {manifest.model.name}, weights {manifest.weights_bytes / mib:.1f} MiB"]
+    for target in manifest.targets:
+        lines.append(f"  {target.name}: {len(target.programs)} programs, arena {target.arena_bytes / mib:.2f} MiB")
+    if manifest.state is not None:
+        lines.append(
+            f"  cache: {manifest.state.slot_bytes / mib:.2f} MiB a sequence of up to {manifest.model.max_model_len} tokens"
+        )
+    print("\n".join([*lines, f"  compiled in {seconds:.1f} s"]), file=sys.stderr)

@@ -1,0 +1,82 @@
+"""Show what is in an artifact: programs, kernels, memory against its lower bound, and bytes moved a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", metavar="DIR", help="an artifact")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    from aotc.artifact.reader import open_artifact
+
+    facts = describe(open_artifact(options.artifact))
+    print(json.dumps(facts, indent=1) if options.json else _table(facts))
+    return 0
+
+
+def describe(artifact) -> dict[str, Any]:
+    """Facts of an artifact. Bytes and operations of a program are those of its bucket full."""
+    import msgspec
+
+    m = artifact.manifest
+    targets = []
+    for target in m.targets:
+        programs = [_program(artifact, target, p) for p in target.programs]
+        targets.append({
+            "name": target.name, "device": target.device, "arena_bytes": target.arena_bytes,
+            "scratch_bytes_per_thread": target.scratch_bytes, "programs": programs,
+        })  # fmt: skip
+    return {
+        "model": msgspec.to_builtins(m.model), "format_version": m.format_version, "weights_bytes": m.weights_bytes,
+        "weights": len(m.weights), "state_bytes_per_sequence": m.state.slot_bytes if m.state else 0, "targets": targets,
+    }  # fmt: skip
+
+
+def _program(artifact, target, entry) -> dict[str, Any]:
+    from aotc.artifact.plan import evaluate
+
+    plan = artifact.plan(entry.plan)
+    full = {d.name: d.hi for d in plan.dims}
+    if "tokens" in full:
+        full["rows"] = 1  # one long prompt
+    calls = list(plan.calls())
+    touched = {(a.space, a.offset) for c in calls for a in c.args if type(a).__name__ == "Address" and a.space == 1}
+    sizes = {w.offset: w.nbytes for w in artifact.manifest.weights}
+    weights = sum(sizes[offset] for _, offset in touched)
+    return {
+        "name": entry.name, "calls": len(calls), "kernels": len({c.kernel for c in calls}),
+        "barriers": sum(c.barrier for c in calls), "arena_bytes": plan.arena_bytes,
+        "arena_lower_bound": plan.arena_lower_bound, "flops": sum(evaluate(c.flops, full) for c in calls),
+        "bytes_moved": sum(evaluate(c.bytes, full) for c in calls), "weight_bytes": weights,
+    }  # fmt: skip
+
+
+def _table(facts: dict[str, Any]) -> str:
+    mib = 1 << 20
+    model = facts["model"]
+    lines = [
+        f"{model['name']}  {model['kind']} {model.get('family', '')} {model['dtype']}",
+        f"weights  {facts['weights_bytes'] / mib:.1f} MiB in {facts['weights']} tensors",
+    ]
+    if facts["state_bytes_per_sequence"]:
+        lines.append(
+            f"cache    {facts['state_bytes_per_sequence'] / mib:.2f} MiB a sequence of {model['max_model_len']} tokens"
+        )
+    for target in facts["targets"]:
+        lines.append(f"\n{target['name']}  arena {target['arena_bytes'] / mib:.2f} MiB, "
+                     f"scratch {target['scratch_bytes_per_thread'] / mib:.2f} MiB a thread")  # fmt: skip
+        lines.append(f"  {'program':<14}{'calls':>6}{'kernels':>9}{'barriers':>10}{'arena MiB':>11}{'bound':>8}"
+                     f"{'GFLOP':>9}{'MiB moved':>11}{'weights':>9}")  # fmt: skip
+        for p in target["programs"]:
+            lines.append(
+                f"  {p['name']:<14}{p['calls']:>6}{p['kernels']:>9}{p['barriers']:>10}{p['arena_bytes'] / mib:>11.2f}"
+                f"{p['arena_lower_bound'] / mib:>8.2f}{p['flops'] / 1e9:>9.2f}{p['bytes_moved'] / mib:>11.1f}"
+                f"{p['weight_bytes'] / mib:>9.1f}"
+            )
+    return "\n".join(lines)

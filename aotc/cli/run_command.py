@@ -1,0 +1,53 @@
+"""Answer one prompt with an artifact: the text alone goes to standard output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the question; - reads standard input")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of the answer")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to this mass"
+    )
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    parser.add_argument("--json", action="store_true", help="print text, token ids, finish reason and timings as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    from aotc.artifact.reader import open_artifact
+    from aotc.errors import RequestError
+    from aotc.runtime.llm import LLM
+
+    artifact = open_artifact(options.artifact)
+    if artifact.manifest.model.kind != "llm":
+        raise RequestError(f"{options.artifact} is no language model: call it from Python with aotc.load(...)(...)")
+    llm = LLM(artifact, max_num_seqs=1)
+    settings = {
+        "max_tokens": options.max_tokens, "temperature": options.temperature, "top_p": options.top_p,
+        "top_k": options.top_k, "seed": options.seed,
+    }  # fmt: skip
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    prompt = llm.tokenizer.encode(text)
+    if not options.raw and artifact.has("chat_template.jinja"):
+        chat = llm.chat_prompt([{"role": "user", "content": text}])
+        prompt = llm.tokenizer.encode(chat, add_special_tokens=False)
+    if options.json:
+        answer = llm.generate(prompt, **settings)
+        fields = {
+            "text": answer.text, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason,
+            "prompt_tokens": len(prompt), "timings": vars(answer.timings),
+        }  # fmt: skip
+        print(json.dumps(fields, ensure_ascii=False))
+        return 0
+    for chunk in llm.stream(prompt, **settings):
+        print(chunk.text, end="", flush=True)
+    print()
+    return 0

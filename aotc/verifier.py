@@ -1,0 +1,119 @@
+"""`aotc verify`: an artifact against its checksums, its interpreter, and the model that it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from aotc.artifact.manifest import ProgramEntry, TargetEntry
+from aotc.artifact.reader import Artifact
+from aotc.errors import UnsupportedError
+from aotc.frontend.model import Model, read_logical
+from aotc.harness import Difference, check_calls, relative_error
+from aotc.ir.dtypes import DTYPES
+from aotc.ir.graph import Graph
+from aotc.ir.interpret import interpret
+from aotc.ir.packing import PACKINGS
+from aotc.ir.text import parse_graph
+from aotc.passes import lower
+from aotc.passes.plan_memory import plan_memory
+from aotc.runtime.devices.cpu import CpuLibrary, thread_count
+from aotc.runtime.sampling import SAMPLER_DTYPE, SamplingParams, fill_row
+
+CONTEXT = 6  # tokens of the test prompt
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one check found: None where all is well."""
+
+    name: str
+    fault: str | None
+
+
+def verify_artifact(artifact: Artifact, against: Model | None = None) -> Iterator[Result]:
+    """Yields a result a check. Raises ArtifactError where a file is damaged."""
+    for name in artifact.manifest.files:
+        artifact.read(name)
+    artifact.check_weights(artifact.map_weights(), thread_count())
+    yield Result("checksums", None)
+    if artifact.manifest.model.kind != "llm":
+        raise UnsupportedError("verify runs language models; a tensor model is checked by its golden calls")
+    weights = weight_reader(artifact)
+    target = artifact.cpu_target()
+    library = CpuLibrary(artifact.file(target.library), target.scratch_bytes)
+    for entry in target.programs:
+        graph = parse_graph(artifact.read(f"graphs/{entry.name}.ir").decode())
+        yield Result(f"{target.name} {entry.name}", _check_program(artifact, entry, graph, weights, library))
+    if against is not None:
+        yield Result(f"against {against.name}", _check_source(artifact, target, against, weights))
+
+
+def weight_reader(artifact: Artifact) -> Callable[[str], np.ndarray]:
+    """Reads logical weights out of an artifact, by key."""
+    data = artifact.map_weights()
+    entries = {w.name: w for w in artifact.manifest.weights}
+
+    def read(key: str) -> np.ndarray:
+        w = entries[key]
+        array = data[w.offset : w.offset + w.nbytes].view(DTYPES[w.dtype].np)
+        return array.reshape(w.shape) if w.packing is None else PACKINGS[w.packing].unpack(array, w.shape)
+
+    return read
+
+
+def decoder_inputs(graph: Graph, rows: int, each: int, start: int, seed: int = 0) -> dict[str, np.ndarray]:
+    """A greedy step of `rows` sequences with `each` new tokens after `start` cached ones, caches filled at random."""
+    rng = np.random.default_rng(seed)
+    types = {v.name: v.type for v in graph.inputs}
+    vocab, tokens = int(str(graph.output("logits").type.shape[-1])), rows * each
+    settings = np.zeros(rows, SAMPLER_DTYPE)
+    for r in range(rows):
+        fill_row(settings[r], SamplingParams(temperature=0), seed=0, prompt_len=start + each)
+    int32 = {
+        "tokens": rng.integers(0, vocab, tokens), "positions": np.tile(np.arange(start, start + each), rows),
+        "rows": np.repeat(np.arange(rows), each), "query_start": np.arange(rows + 1) * each,
+        "seq_lens": np.full(rows, start + each), "kv_index": rng.permutation(rows),
+    }  # fmt: skip
+    inputs = {k: v.astype(np.int32) for k, v in int32.items()}
+    inputs["sampler"] = settings.view(np.uint8).reshape(rows, -1)
+    for name, type_ in types.items():
+        if name not in inputs:
+            shape = (rows, *type_.shape[1:])
+            noise = rng.standard_normal(shape) if type_.dtype.is_float else np.zeros(shape)  # type: ignore[arg-type]
+            inputs[name] = noise.astype(type_.dtype.np)
+    return inputs
+
+
+def _check_program(
+    artifact: Artifact, entry: ProgramEntry, graph: Graph, weights: Callable[[str], np.ndarray], library: CpuLibrary
+) -> str | None:
+    rows, each, start = (min(entry.bucket, 3), 1, CONTEXT) if entry.kind == "decode" else (2, CONTEXT, 0)
+    state = artifact.manifest.state
+    assert state is not None
+    inputs = decoder_inputs(graph, rows, each, start)
+    dims = {"rows": rows, "tokens": rows * each, "slots": rows}
+    dims = {d.name: dims[d.name] for d in graph.dims}
+    program = plan_memory(lower(graph))
+    found = [d for d in check_calls(program, inputs, weights, dims, library, state.slot_bytes) if d is not None]
+    return _say(found)
+
+
+def _say(found: list[Difference]) -> str | None:
+    return f"{found[0]}, and {len(found) - 1} more" if found else None
+
+
+def _check_source(
+    artifact: Artifact, target: TargetEntry, model: Model, weights: Callable[[str], np.ndarray]
+) -> str | None:
+    """The last fused graph and the traced source, both interpreted on the same prompt: same logits."""
+    entry = next(p for p in target.programs if p.kind == "extend")
+    graph = parse_graph(artifact.read(f"graphs/{entry.name}.ir").decode())
+    inputs = decoder_inputs(graph, 1, CONTEXT, 0)
+    ours = interpret(graph, inputs, weights)["logits"]
+    theirs = interpret(model.graph, inputs, lambda k: read_logical(model.weights, k))["logits"]
+    error = relative_error(ours, theirs)
+    limit = 1e-4 if artifact.manifest.model.dtype == "f32" else 2e-2
+    return None if error <= limit else f"logits differ by {error:.2g} (limit {limit:g})"

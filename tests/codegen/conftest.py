@@ -1,0 +1,29 @@
+"""Builds the kernels of a graph for this machine and checks each against the interpreter."""
+
+import numpy as np
+import pytest
+
+from aotc.codegen.cpu.library import build
+from aotc.compiler import make_program
+from aotc.harness import check_calls
+from aotc.ir.interpret import bind_dims
+from aotc.runtime.devices.cpu import CpuLibrary
+from aotc.target import best_cpu_target
+
+
+@pytest.fixture
+def check_cpu(tmp_path):
+    """check(graph, inputs, weights=None, level=None) -> differences of every kernel, and the program."""
+
+    def check(graph, inputs, weights=None, level=None, slot_bytes=0):
+        program = make_program(graph)
+        target = level or best_cpu_target().name
+        built = build([program], target, slot_bytes)
+        path = tmp_path / f"{graph.name}_{target}.so"
+        path.write_bytes(built.data)
+        library = CpuLibrary(path, built.scratch_bytes)
+        dims = bind_dims(graph, {k: np.shape(v) for k, v in inputs.items()})
+        found = list(check_calls(program, inputs, weights or (lambda k: None), dims, library, slot_bytes))
+        return [d for d in found if d is not None], program
+
+    return check
