@@ -23,7 +23,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * wide.to(self.weight.dtype)
 
 
 class Rotary(nn.Module):
@@ -93,8 +93,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, rope: tuple[Tensor, Tensor], kv: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         attended, kv = self.self_attn(self.input_layernorm(x), rope, kv, step)
-        x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), kv
+        x = x + attended.float()
+        return x + self.mlp(self.post_attention_layernorm(x)).float(), kv
 
 
 class Backbone(nn.Module):
@@ -137,8 +137,9 @@ class Decoder(nn.Module):
         kv: list[Tensor],
     ) -> tuple[Tensor, list[Tensor]]:
         step = Step(positions, rows, query_start, seq_lens, kv_index)
-        x = self.model.embed_tokens(tokens)
-        rope = self.rotary(positions, x.dtype)
+        embedded = self.model.embed_tokens(tokens)
+        rope = self.rotary(positions, embedded.dtype)
+        x = embedded.float()  # the residual stream stays f32: it costs little and keeps 16-bit models near f32
         caches = []
         for layer, cache in zip(self.model.layers, kv, strict=True):
             x, cache = layer(x, rope, cache, step)

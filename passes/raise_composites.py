@@ -32,11 +32,13 @@ def _is_rms_norm(_: Context, m: Match) -> str | None:
         return "the weight is no vector of the last axis"
     if m["along"].attrs.axes != (x.rank - 1,):
         return "the weight is not along the last axis"
-    return None if w.dtype == x.dtype == m["out"].type.dtype else "element types differ"
+    same = w.dtype == m["out"].type.dtype and x.dtype.itemsize >= w.dtype.itemsize
+    return None if same and w.dtype.is_float and x.dtype.is_float else "element types differ"
 
 
 def _rms_norm(ctx: Context, m: Match) -> Value:
-    return ctx.builder.emit("rms_norm", m["x"], m["w"], attrs=NormAttrs(float(m["eps"])))
+    out, x = m["out"].type.dtype, m["x"].type.dtype
+    return ctx.builder.emit("rms_norm", m["x"], m["w"], attrs=NormAttrs(float(m["eps"]), None if out == x else out))
 
 
 def _is_rope(ctx: Context, m: Match) -> str | None:

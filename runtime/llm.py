@@ -120,6 +120,16 @@ class LLM:
         """Makes ready what a first request needs, so that it waits for nothing."""
         self._executor.warm()
 
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **settings: Any
+    ) -> Completion:
+        """The answer to a conversation: messages with `role` and `content`, as in OpenAI's API."""
+        return self.generate(self.chat_tokens(messages), params, **settings)
+
+    def chat_tokens(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation. The template writes special tokens itself: none are added."""
+        return self.tokenizer.encode(self.chat_prompt(messages), add_special_tokens=False)
+
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The prompt that the model's chat template makes of messages."""
         if self._template is None:
@@ -128,8 +138,12 @@ class LLM:
             if not self.artifact.has("chat_template.jinja"):
                 raise RequestError("the model has no chat template: give a plain prompt")
             source = self.artifact.read("chat_template.jinja").decode()
-            tokens = self.tokenizer
-            self._template = ChatTemplate(source, bos_token=tokens.bos_token, eos_token=tokens.eos_token)
+            config, tokens = self.generation_config, self.tokenizer
+            self._template = ChatTemplate(
+                source,
+                bos_token=config.get("bos_token", tokens.bos_token),
+                eos_token=config.get("eos_token", tokens.eos_token),
+            )
         return self._template.render(messages)
 
     def generate(

@@ -111,12 +111,15 @@ def _add_text_files(model: Model, writer) -> None:
     checkpoint = model.checkpoint
     if checkpoint is None:
         return
+    from aotc.frontend.checkpoint import generation_config
+
     if checkpoint.tokenizer_json is not None:
         writer.add_file("tokenizer.json", checkpoint.tokenizer_json)
     if checkpoint.chat_template is not None:
         writer.add_file("chat_template.jinja", checkpoint.chat_template.encode())
-    if checkpoint.generation_config:
-        writer.add_file("generation_config.json", json.dumps(checkpoint.generation_config, sort_keys=True).encode())
+    config = generation_config(checkpoint)
+    if config:
+        writer.add_file("generation_config.json", json.dumps(config, sort_keys=True).encode())
 
 
 def _silent(stage: str, done: int, total: int) -> None:

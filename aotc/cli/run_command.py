@@ -35,10 +35,8 @@ def run(options: argparse.Namespace) -> int:
         "top_k": options.top_k, "seed": options.seed,
     }  # fmt: skip
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    prompt = llm.tokenizer.encode(text)
-    if not options.raw and artifact.has("chat_template.jinja"):
-        chat = llm.chat_prompt([{"role": "user", "content": text}])
-        prompt = llm.tokenizer.encode(chat, add_special_tokens=False)
+    chat = not options.raw and artifact.has("chat_template.jinja")
+    prompt = llm.chat_tokens([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
     if options.json:
         answer = llm.generate(prompt, **settings)
         fields = {

@@ -67,13 +67,29 @@ def open_checkpoint(source: str, *, revision: str | None = None, weights: str | 
     else:
         from aotc.frontend.huggingface import find_in_hub, open_folder
 
-        folder = path if path.is_dir() else find_in_hub(source, revision)
+        folder = path if path.is_dir() else find_in_hub(source, revision, weights=weights is None)
         checkpoint = open_folder(folder, random=weights is not None)
     if weights is None:
         return checkpoint
     from aotc.frontend.random_weights import random_checkpoint
 
     return random_checkpoint(checkpoint, weights)
+
+
+def generation_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Generation defaults as the runtime reads them: Hugging Face's fields, with every EOS id of the checkpoint, and
+    the texts of BOS and EOS that chat templates name."""
+    known: dict[str, Any] = {k: v for k, v in checkpoint.generation_config.items() if isinstance(v, int | float | list)}
+    if checkpoint.config.eos_token_ids:
+        known["eos_token_id"] = list(checkpoint.config.eos_token_ids)
+    if checkpoint.config.bos_token_id is not None:
+        known["bos_token_id"] = checkpoint.config.bos_token_id
+    for name in ("bos_token", "eos_token"):
+        token = checkpoint.tokenizer_config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            known[name] = text
+    return known
 
 
 _MOST = {
@@ -202,5 +218,5 @@ def shown(value: object) -> str:
 
 __all__ = [
     "FAMILIES", "Checkpoint", "DecoderConfig", "Llama3Rope", "TensorInfo", "WeightSource", "check_config",
-    "check_weights", "open_checkpoint", "shown", "unknown_family", "weight_shapes",
+    "check_weights", "generation_config", "open_checkpoint", "shown", "unknown_family", "weight_shapes",
 ]  # fmt: skip

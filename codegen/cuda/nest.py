@@ -11,14 +11,12 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-from aotc.codegen.cuda.syntax import TritonSyntax, register
+from aotc.codegen.cuda.syntax import TritonSyntax
 from aotc.codegen.loops import Index, LoopNest, accumulator_of, linear
 from aotc.errors import UnsupportedError
 from aotc.ir.dtypes import DType, i32
 from aotc.ir.graph import Graph, Value
-from aotc.ir.ops.contraction import highest, lowest
 
-SYNTAX = TritonSyntax()
 BLOCK_LIMIT = 8192  # elements of a row that one block holds
 CHUNK = 2048  # elements a step of rows that are longer
 
@@ -28,14 +26,17 @@ class BlockNest(LoopNest):
 
     syntax: TritonSyntax
 
-    def __init__(self, body: Graph, pointers: dict[Value, str], upper: Mapping[str, int], wide: bool) -> None:
-        super().__init__(body, SYNTAX, pointers)
+    def __init__(
+        self, body: Graph, syntax: TritonSyntax, pointers: dict[Value, str], upper: Mapping[str, int], wide: bool
+    ) -> None:
+        super().__init__(body, syntax, pointers)
         self.upper, self.wide = dict(upper), wide
         self.masks: dict[str, str] = {}  # by vector variable; none where all lanes live
         self.lanes: dict[str, int] = {}  # by vector variable: how many
         self.vectors: dict[str, frozenset[str]] = {}  # by name: the vector variables that it depends on
         self.blocks: dict[str, str] = {}  # by range: the vector variable that covers it
         self.flat: tuple[Index, tuple[str, ...], str] | None = None  # an index of a shape, and its row-major place
+        self.guard = ""  # a scalar condition of every load and store
         self.sequential = 0  # reductions that became loops of scalars
 
     def vector(self, name: str, lanes: int, mask: str = "") -> str:
@@ -52,7 +53,8 @@ class BlockNest(LoopNest):
 
     def mask(self, *expressions: str) -> str:
         """The condition that the lanes of an expression are live, empty where all are."""
-        return " & ".join(self.masks[a] for a in sorted(self.axes(*expressions)) if a in self.masks)
+        masks = [self.masks[a] for a in sorted(self.axes(*expressions)) if a in self.masks]
+        return " & ".join(masks + [self.guard] * bool(self.guard))
 
     def block(self, size: str) -> str:
         """A vector variable over a whole range, declared once at the top: readers of the same range share it."""
@@ -68,6 +70,8 @@ class BlockNest(LoopNest):
 
     def let(self, expression: str) -> str:
         """Names an expression in the current scope."""
+        if expression.isidentifier():
+            return expression
         name = self.own(self.name())
         self.line(f"{name} = {expression}")
         self.vectors[name] = self.axes(expression)
@@ -90,7 +94,7 @@ class BlockNest(LoopNest):
         return " & ".join(conditions) or "True"
 
     def index_value(self, index: str, dtype: DType) -> str:
-        return f"tl.cast({index}, {register(dtype)})"
+        return f"tl.cast({index}, {self.syntax.register(dtype)})"
 
     def store(self, value: Value, index: Index) -> None:
         """Writes `value[index]`, computed here, to its memory."""
@@ -122,7 +126,7 @@ class BlockNest(LoopNest):
 
         def widened(variables: list[str]) -> str:
             value = element(variables)
-            return value if register(dtype) == register(wide) else f"({value}).to({register(wide)})"
+            return value if self.syntax.register(dtype) == self.syntax.register(wide) else f"({value}).to({self.syntax.register(wide)})"
 
         if self.axes(*index):
             total = self._sequential(kind, wide, index, ranges, widened)
@@ -138,7 +142,7 @@ class BlockNest(LoopNest):
         total, variables = self.name("acc"), [self.name("s") for _ in ranges]
         with self.scope(*variables) as inner:
             self.line(f"{total} = {self._combined(kind, wide, total, element(variables))}")
-        self._accumulator(total, _identity(kind, wide), wide, index)
+        self._accumulator(total, self.syntax.call(f"start_{kind}", wide, [], None), wide, index)
         self._loops(variables, [f"0, {n}" for n in ranges], inner.lines)
         return total
 
@@ -147,7 +151,7 @@ class BlockNest(LoopNest):
         axes = self.axes(*index)
         if len(axes) > 1:
             raise UnsupportedError("a reduction inside a tile has no CUDA template")
-        self.line(f"{name} = tl.full({[self.lanes[a] for a in axes]}, {start}, {register(dtype)})")
+        self.line(f"{name} = tl.full({[self.lanes[a] for a in axes]}, {start}, {self.syntax.register(dtype)})")
         self.own(name)
         self.vectors[name] = axes
 
@@ -168,7 +172,7 @@ class BlockNest(LoopNest):
 
     def _blocked(self, kind: str, wide: DType, ranges: list[str], element: Callable[[list[str]], str]) -> str:
         """One block over all ranges where they fit, else one that walks along them."""
-        size, start = self._flattened(ranges), _identity(kind, wide)
+        size, start = self._flattened(ranges), self.syntax.call(f"start_{kind}", wide, [], None)
 
         def live(r: str) -> str:
             return self._live(r, element(self._split(r, ranges)), start)
@@ -235,11 +239,11 @@ class BlockNest(LoopNest):
         wide = accumulator_of(dtype)
 
         def start(place: Index) -> None:
-            self._accumulator(best, _identity(kind, wide), wide, place)
+            self._accumulator(best, self.syntax.call(f"start_{kind}", wide, [], None), wide, place)
             self._accumulator(where, unset, i32, place)
 
         def step(r: str) -> None:
-            value = self.let(f"({element(r)}).to({register(wide)})")
+            value = self.let(f"({element(r)}).to({self.syntax.register(wide)})")
             better = f"({where} == {unset}) | ({value} {order} {best}) | (({value} != {value}) & ({best} == {best}))"
             mask = self.masks.get(r)
             better = self.let(f"({better}) & {mask}" if mask else better)
@@ -254,20 +258,11 @@ class BlockNest(LoopNest):
             start(index)
             self._loops([s], [f"0, {length}"], inner.lines)
             return self.let(f"{where}.to(tl.int64)")
-        self.walk(length, step, start)
+        self.walk(length, step, lambda r: start((r,)))
         spoiled = self._scalar(f"tl.max(({best} != {best}).to(tl.int32), 0) != 0")
         top = self._scalar(f"tl.{kind[:3]}({best}, 0)")
         chosen = self.let(f"tl.where({spoiled}, {best} != {best}, {best} == {top})")
         return self._scalar(f"tl.{'max' if last else 'min'}(tl.where({chosen}, {where}, {unset}), 0).to(tl.int64)")
-
-
-def _identity(kind: str, dtype: DType) -> str:
-    """What a reduction starts from, as a literal."""
-    if kind in ("sum", "product"):
-        return SYNTAX.literal(kind == "product", dtype)
-    if kind in ("and", "or"):
-        return str(kind == "and")
-    return SYNTAX.literal(lowest(dtype.np) if kind == "maximum" else highest(dtype.np), dtype)
 
 
 def power_of_two(n: int) -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 from aotc.errors import UnsupportedError
 from aotc.ir.dtypes import DType
 from aotc.ir.graph import Node
+from aotc.ir.ops.contraction import highest, lowest
 from aotc.ir.sizes import FloorDiv, Size
 
 POINTER = {
@@ -41,20 +43,23 @@ _OPERATORS = {
 _COMPARISONS = {"EQ": "==", "NE": "!=", "LT": "<", "LE": "<=", "GT": ">", "GE": ">="}
 
 
-def register(dtype: DType) -> str:
-    """The Triton type that a value is computed in."""
-    if dtype.name in ("f16", "bf16"):
-        return "tl.float32"
-    return "tl.int1" if dtype.name == "bool" else STORAGE[dtype.name]
-
-
+@dataclass(frozen=True)
 class TritonSyntax:
-    """Implements `codegen.loops.Syntax`."""
+    """Implements `codegen.loops.Syntax`. Without `double`, what is f64 for exactness alone is computed in f32."""
+
+    double: bool = True
+
+    def register(self, dtype: DType) -> str:
+        """The Triton type that a value is computed in."""
+        if dtype.name in ("f16", "bf16") or (dtype.name == "f64" and not self.double):
+            return "tl.float32"
+        return "tl.int1" if dtype.name == "bool" else STORAGE[dtype.name]
 
     def size(self, size: Size) -> str:
         if isinstance(size, int):
             return str(size)
-        return "(" + " + ".join(self._monomial(atoms, coef) for atoms, coef in size.terms) + ")"
+        text = " + ".join(self._monomial(atoms, coef) for atoms, coef in size.terms)
+        return text if text.isidentifier() else f"({text})"
 
     def _monomial(self, atoms: tuple[Any, ...], coef: int) -> str:
         factors = [f"({self.size(a.num)} // {a.den})" if isinstance(a, FloorDiv) else dim(a) for a in atoms]
@@ -69,16 +74,16 @@ class TritonSyntax:
         loaded = f"tl.load({pointer} + {offset}{masked})"
         if dtype.name == "bool":
             return f"{loaded} != 0"
-        return loaded if register(dtype) == STORAGE[dtype.name] else f"{loaded}.to({register(dtype)})"
+        return loaded if self.register(dtype) == STORAGE[dtype.name] else f"{loaded}.to({self.register(dtype)})"
 
     def store(self, pointer: str, dtype: DType, offset: str, value: str, mask: str = "") -> str:
         """The statement that writes elements where `mask` holds."""
         masked = f", mask={mask}" if mask else ""
-        stored = value if register(dtype) == STORAGE[dtype.name] else f"{value}.to({STORAGE[dtype.name]})"
+        stored = value if self.register(dtype) == STORAGE[dtype.name] else f"{value}.to({STORAGE[dtype.name]})"
         return f"tl.store({pointer} + {offset}, {stored}{masked})"
 
     def constant(self, value: Any, dtype: DType) -> str:
-        return f"tl.full([], {self.literal(value, dtype)}, {register(dtype)})"
+        return f"tl.full([], {self.literal(value, dtype)}, {self.register(dtype)})"
 
     def literal(self, value: Any, dtype: DType) -> str:
         """A number as Python writes it."""
@@ -91,19 +96,19 @@ class TritonSyntax:
 
     def convert(self, expression: str, source: DType, target: DType) -> str:
         """`expression` is a name: it may be written more than once."""
-        if source == target or register(source) == register(target):
+        if source == target or self.register(source) == self.register(target):
             return expression
         if target.name == "bool":
             return f"{expression} != 0"
         if source.is_float and target.is_int:
             return self._saturated(expression, target)
-        return f"{expression}.to({register(target)})"
+        return f"{expression}.to({self.register(target)})"
 
     def _saturated(self, x: str, target: DType) -> str:
         """Truncates; what does not fit becomes the nearest number that does, NaN becomes 0."""
         bits = target.itemsize * 8
         low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1)) if target.kind == "int" else (0, 2**bits)
-        kind = register(target)
+        kind = self.register(target)
         inside = f"tl.where({x} <= {float(low)!r}, {self.constant(low, target)}, {x}.to({kind}))"
         below = f"tl.where({x} >= {float(high)!r}, {self.constant(high - 1, target)}, {inside})"
         return f"tl.where({x} != {x}, {self.constant(0, target)}, {below})"
@@ -112,7 +117,9 @@ class TritonSyntax:
         return f"tl.where({condition}, {yes}, {no})"
 
     def call(self, op: str, dtype: DType, args: list[str], attrs: Any) -> str:
-        """`attrs` is the node for ops of the graph, None where a reduction asks."""
+        """`attrs` is the node for ops of the graph, None where a reduction asks: `start_` is what it starts from."""
+        if op.startswith("start_"):
+            return self._start(op[6:], dtype)
         if op in ("maximum", "minimum"):
             if dtype.name == "bool":
                 return f"{args[0]} {'|' if op == 'maximum' else '&'} {args[1]}"
@@ -137,14 +144,22 @@ class TritonSyntax:
             sign = "//" if op == "divide" else "%"
             zero, one = self.constant(0, dtype), self.constant(1, dtype)
             return f"tl.where({args[1]} == 0, {zero}, {args[0]} {sign} tl.where({args[1]} == 0, {one}, {args[1]}))"
+        bits = dtype.itemsize * 8
         templates = {
             "select": "tl.where({0}, {1}, {2})", "negate": "-{0}", "logistic": "1 / (1 + tl.exp(-{0}))",
-            "not": "{0} == 0" if dtype.name == "bool" else "~{0}",
+            "not": "{0} == 0" if dtype.name == "bool" else f"{{0}} ^ {self.constant(2**bits - 1 if dtype.kind == 'uint' else -1, dtype)}",
             "sign": self._sign(dtype),
         }  # fmt: skip
         if op not in templates:
             raise UnsupportedError(f"op {op} has no Triton form")
         return templates[op].format(*args)
+
+    def _start(self, kind: str, dtype: DType) -> str:
+        if kind in ("sum", "product"):
+            return self.literal(kind == "product", dtype)
+        if kind in ("and", "or"):
+            return str(kind == "and")
+        return self.literal(lowest(dtype.np) if kind == "maximum" else highest(dtype.np), dtype)
 
     def _sign(self, dtype: DType) -> str:
         plus, zero, minus = (self.constant(v, dtype) for v in (1, 0, -1))

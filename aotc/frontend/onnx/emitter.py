@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from aotc.frontend.onnx.fold import fold, fold_sizes
-from aotc.frontend.onnx.known import Known, Tensor, is_known, known, larger, smaller
+from aotc.frontend.onnx.known import Known, Tensor, interval, is_known, known, larger, smaller
 from aotc.ir.builder import Builder
 from aotc.ir.dtypes import DType, from_numpy, i64
 from aotc.ir.graph import TensorType, Value
@@ -22,7 +22,7 @@ from aotc.ir.ops.elementwise import CompareAttrs, ConvertAttrs
 from aotc.ir.ops.shape import (
     AxesAttrs, AxisAttrs, BroadcastAttrs, ConstantAttrs, IotaAttrs, PadAttrs, PermutationAttrs, ShapeAttrs, SliceAttrs,
 )  # fmt: skip
-from aotc.ir.sizes import Dim, Expr, FloorDiv, Size, symbol
+from aotc.ir.sizes import Atom, Dim, Expr, FloorDiv, Size, symbol
 
 Number = float | int | bool
 _MOST_SPLAT = 4096  # elements that are looked at to find that they are all the same
@@ -60,7 +60,7 @@ class Emitter:
         self.captured: dict[Value, Value] = {}
         """Values of the outer graph that this one reads, and the inputs that stand for them."""
         self._values: dict[Known, Value] = {}
-        self._dims: dict[str, Tensor] = {}
+        self._atoms: dict[Atom, Tensor] = {}
 
     # Nodes
 
@@ -124,15 +124,20 @@ class Emitter:
             total = self.op("add", total, term)
         return total
 
-    def _atom(self, atom: str | FloorDiv) -> Tensor:
-        if isinstance(atom, FloorDiv):
-            top = self._size(atom.num)
+    def _atom(self, atom: Atom) -> Tensor:
+        if atom not in self._atoms:
+            self._atoms[atom] = self._floor(atom) if isinstance(atom, FloorDiv) else self._dim(atom)
+        return self._atoms[atom]
+
+    def _dim(self, name: str) -> Tensor:
+        return self.reduce("sum", self.scalar(1, i64, (symbol(name),)), (0,))
+
+    def _floor(self, atom: FloorDiv) -> Tensor:
+        top = self._size(atom.num)
+        if interval(atom.num, self.dims)[0] < 0:  # the op cuts toward zero, a size rounds down
             rest = self.op("remainder", self.op("add", self.op("remainder", top, atom.den), atom.den), atom.den)
-            return self.op("divide", self.op("subtract", top, rest), atom.den)
-        if atom not in self._dims:
-            ones = self.scalar(1, i64, (symbol(atom),))
-            self._dims[atom] = self.reduce("sum", ones, (0,))
-        return self._dims[atom]
+            top = self.op("subtract", top, rest)
+        return self.op("divide", top, atom.den)
 
     # Conveniences
 
@@ -275,7 +280,8 @@ def broadcast_shape(*shapes: tuple[Size, ...]) -> tuple[Size, ...]:
             if size == 1 or size == result[i]:
                 continue
             if result[i] != 1:
-                raise TypeError(f"shapes {' and '.join(str(list(s)) for s in shapes)} do not broadcast")
+                hint = "" if all(isinstance(s, int) for s in (size, result[i])) else ": make the dims in them static"
+                raise TypeError(f"shapes {' and '.join(str(list(s)) for s in shapes)} do not broadcast{hint}")
             result[i] = size
     return tuple(result)
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from aotc.frontend.onnx import ops_conv, ops_index, ops_math, ops_matmul, ops_norm, ops_quant, ops_reduce, ops_shape
+from aotc.frontend.onnx import (
+    ops_attention, ops_conv, ops_index, ops_math, ops_matmul, ops_norm, ops_quant, ops_recurrent, ops_reduce, ops_resize,
+    ops_shape, ops_signal,
+)  # fmt: skip
 from aotc.frontend.onnx.known import Tensor
+
+_FAMILIES = (
+    ops_math, ops_shape, ops_index, ops_reduce, ops_matmul, ops_conv, ops_norm, ops_resize, ops_quant, ops_attention,
+    ops_recurrent, ops_signal,
+)  # fmt: skip
 
 OPERATORS: dict[str, Callable[..., Tensor | Sequence[Tensor]]] = {
     name: row
-    for module in (ops_math, ops_shape, ops_index, ops_reduce, ops_matmul, ops_conv, ops_norm, ops_quant)
+    for module in _FAMILIES
     for name, row in module.OPS.items()
 }
 

@@ -17,6 +17,8 @@ Row = Callable[..., Tensor]
 
 def matmul(b: Emitter, x: Tensor, y: Tensor) -> Tensor:
     """Numpy's matmul: vectors get a unit axis for a while, batch axes broadcast."""
+    if x.type.rank == y.type.rank == 1:
+        return b.emit("dot_general", x, y, attrs=DotAttrs((0,), (0,)))
     if x.type.rank == 1:
         row = matmul(b, b.reshape(x, (1, *x.type.shape)), y)
         return b.reshape(row, (*row.type.shape[:-2], row.type.shape[-1]))

@@ -256,7 +256,10 @@ def _extend(b: Emitter, n: Call, x: Tensor, axis: int, low: int, high: int, mode
     elif mode == "wrap" and compare("GE", size, max(low, high), b.dims):
         ends = [b.reverse(b.slice(backwards, axis, 0, low), axis), b.slice(x, axis, 0, high)]
     else:
-        raise n.refusal(f"pads the dim {size} with mode {mode} by more than its smallest size: raise its lower bound")
+        raise n.refusal(
+            f"pads an axis of size {size} by {max(low, high)} with mode {mode}, and the axis can be shorter: raise the "
+            f"lower bound of its dim"
+        )
     parts = [p for p, count in zip((ends[0], x, ends[1]), (low, 1, high), strict=True) if count]
     return b.concatenate(parts, axis)
 
@@ -306,7 +309,8 @@ def _depth_to_space(b: Emitter, n: Call, x: Tensor) -> Tensor:
 def _space_to_depth(b: Emitter, n: Call, x: Tensor) -> Tensor:
     batch, depth, h, w = x.type.shape
     k = n.attr_int("blocksize")
-    tall = b.transpose(b.reshape(x, (batch, depth, h // k, k, w // k, k)), (0, 3, 5, 1, 2, 4))
+    order = (0, 3, 5, 1, 2, 4) if n.attr_string("mode", "DCR") == "DCR" else (0, 1, 3, 5, 2, 4)
+    tall = b.transpose(b.reshape(x, (batch, depth, h // k, k, w // k, k)), order)
     return b.reshape(tall, (batch, depth * k * k, h // k, w // k))
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aotc.ir.dtypes import accumulator
+from aotc.ir.dtypes import DType, accumulator
 from aotc.ir.graph import Attrs, TensorType, Value
 from aotc.ir.ops.contraction import ReduceAttrs
 from aotc.ir.ops.elementwise import ConvertAttrs
@@ -20,15 +20,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NormAttrs(Attrs):
-    """Normalises the last axis; `eps` is added to the variance."""
+    """Normalises the last axis; `eps` is added to the variance. `dtype` is the output's (None: that of x)."""
 
     eps: float
+    dtype: DType | None = None
 
 
-def _norm_type(types: tuple[TensorType, ...], _: Any) -> tuple[TensorType, ...]:
+def _norm_type(types: tuple[TensorType, ...], at: NormAttrs) -> tuple[TensorType, ...]:
     x, *parameters = types
     require(all(p.shape == x.shape[-1:] for p in parameters), f"norm parameters do not fit {x}")
-    return (TensorType(x.dtype, x.shape),)
+    return (TensorType(at.dtype or x.dtype, x.shape),)
 
 
 def _rms_norm(arrays: Any, at: NormAttrs, _: Any) -> np.ndarray:
@@ -76,6 +77,10 @@ def _wide(b: Builder, x: Value) -> Value:
     return b.emit("convert", x, attrs=ConvertAttrs(accumulator(x.type.dtype)))
 
 
+def _normed(b: Builder, x: Value, like: Value, at: NormAttrs) -> Value:
+    return b.emit("convert", x, attrs=ConvertAttrs(at.dtype or like.type.dtype))
+
+
 def _narrow(b: Builder, x: Value, like: Value) -> Value:
     return b.emit("convert", x, attrs=ConvertAttrs(like.type.dtype))
 
@@ -105,8 +110,8 @@ def _rms_norm_primitives(b: Builder, inputs: tuple[Value, ...], at: NormAttrs) -
     x = _wide(b, inputs[0])
     variance = _row_mean(b, b.emit("multiply", x, x))
     scale = b.emit("rsqrt", b.emit("add", variance, splat(b, at.eps, x)))
-    weight = along(b, _wide(b, inputs[1]), x, (x.type.rank - 1,))
-    return _narrow(b, b.emit("multiply", b.emit("multiply", x, scale), weight), inputs[0])
+    weight = along(b, b.emit("convert", inputs[1], attrs=ConvertAttrs(x.type.dtype)), x, (x.type.rank - 1,))
+    return _normed(b, b.emit("multiply", b.emit("multiply", x, scale), weight), inputs[0], at)
 
 
 def _layer_norm_primitives(b: Builder, inputs: tuple[Value, ...], at: NormAttrs) -> Value:
@@ -114,8 +119,9 @@ def _layer_norm_primitives(b: Builder, inputs: tuple[Value, ...], at: NormAttrs)
     centred = b.emit("subtract", x, _row_mean(b, x))
     variance = _row_mean(b, b.emit("multiply", centred, centred))
     scaled = b.emit("multiply", centred, b.emit("rsqrt", b.emit("add", variance, splat(b, at.eps, x))))
-    weight, bias = (along(b, _wide(b, p), x, (x.type.rank - 1,)) for p in inputs[1:])
-    return _narrow(b, b.emit("add", b.emit("multiply", scaled, weight), bias), inputs[0])
+    wide = [b.emit("convert", p, attrs=ConvertAttrs(x.type.dtype)) for p in inputs[1:]]
+    weight, bias = (along(b, p, x, (x.type.rank - 1,)) for p in wide)
+    return _normed(b, b.emit("add", b.emit("multiply", scaled, weight), bias), inputs[0], at)
 
 
 def _softmax_primitives(b: Builder, inputs: tuple[Value, ...], at: AxisAttrs) -> Value:

@@ -22,15 +22,19 @@ template <class X, class W> struct GemmShape {
 #else
   static constexpr int vector_rows = 3;
 #endif
-  static constexpr int rows = UsesAmx<X, W>::value ? 32 : 12;
+  static constexpr int rows = UsesAmx<X, W>::value ? 32 : 24;
 };
 
+// c[MR][32] = or += a[MR][K] * (b0 | b1).
 template <int MR, class X, class W>
-static inline void vector_tile_rows(const X* a, long lda, const W* b0, const W* b1, int K, float* c, long ldc) {
+static inline void vector_tile_rows(const X* a, long lda, const W* b0, const W* b1, int K, bool add, float* c, long ldc) {
   const W* b[2] = {b0, b1};
   f32x16 acc[MR][2];
 #pragma GCC unroll 16
-  for (int m = 0; m < MR; m++) acc[m][0] = acc[m][1] = splat(0.0f);
+  for (int m = 0; m < MR; m++) {
+    acc[m][0] = add ? load(c + m * ldc) : splat(0.0f);
+    acc[m][1] = add ? load(c + m * ldc + 16) : splat(0.0f);
+  }
   dot_tile<MR, 2, 1, 0>(a, lda, b, K, acc);
 #pragma GCC unroll 16
   for (int m = 0; m < MR; m++) {
@@ -43,11 +47,15 @@ static inline void vector_tile_rows(const X* a, long lda, const W* b0, const W* 
 template <class X, class W>
 static inline void vector_tile(const X* a, long lda, int rows, const W* b0, const W* b1, int K, float* c, long ldc) {
   constexpr int MR = GemmShape<X, W>::vector_rows;
-  int m = 0;
-  for (; m + MR <= rows; m += MR) vector_tile_rows<MR>(a + m * lda, lda, b0, b1, K, c + m * ldc, ldc);
-  if constexpr (MR > 4)
-    for (; m + 4 <= rows; m += 4) vector_tile_rows<4>(a + m * lda, lda, b0, b1, K, c + m * ldc, ldc);
-  for (; m < rows; m++) vector_tile_rows<1>(a + m * lda, lda, b0, b1, K, c + m * ldc, ldc);
+  constexpr int piece = 256;  // of K: this much of both blocks stays in the first cache from one register tile to the next
+  for (int k = 0; k < K || k == 0; k += piece) {
+    int n = min_i(piece, K - k), m = 0;
+    const W *p0 = b0 + k * 16L, *p1 = b1 + k * 16L;
+    for (; m + MR <= rows; m += MR) vector_tile_rows<MR>(a + m * lda + k, lda, p0, p1, n, k > 0, c + m * ldc, ldc);
+    if constexpr (MR > 4)
+      for (; m + 4 <= rows; m += 4) vector_tile_rows<4>(a + m * lda + k, lda, p0, p1, n, k > 0, c + m * ldc, ldc);
+    for (; m < rows; m++) vector_tile_rows<1>(a + m * lda + k, lda, p0, p1, n, k > 0, c + m * ldc, ldc);
+  }
 }
 
 // One panel's weights are asked for while the one before is multiplied, a slice per tile.

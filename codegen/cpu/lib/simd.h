@@ -72,8 +72,14 @@ static inline void load_even_odd(const bf16* p, f32x16& even, f32x16& odd) {
 }
 // The same word order back: dword i = (bf16 of even[i], bf16 of odd[i]).
 static inline void store_even_odd(bf16* p, f32x16 even, f32x16 odd) {
+#if defined(__AVX512BF16__)
+  const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                              21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi16(interleave, (__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v)));
+#else
   __m512i lo = _mm512_cvtepu16_epi32(narrow_bf16(even)), hi = _mm512_cvtepu16_epi32(narrow_bf16(odd));
   _mm512_storeu_si512(p, _mm512_or_si512(lo, _mm512_slli_epi32(hi, 16)));
+#endif
 }
 #else
 struct f32x16 { __m256 lo, hi; };

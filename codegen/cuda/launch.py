@@ -1,0 +1,76 @@
+"""How the kernels of a program are launched: grids, and where the things that a launch names lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from aotc.codegen.cuda.build import Cubin
+from aotc.codegen.cuda.render import Grid, Setting, Source, render
+from aotc.ir.program import ALIGNMENT, Call, Program
+from aotc.ir.sizes import Dim, Size, product, upper_bound
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel ready to be launched: `symbol` of a cubin, the grid, threads (32 a warp), dynamic shared memory.
+
+    Parameters, all pointers: those of `arguments(program, call)`, then the dims (i32, in `dim_order`), then scratch
+    if `scratch_bytes` is not 0, then Triton's global and profile scratch (null where the cubin's sizes are 0).
+    Calls with scratch share it: they must not overlap.
+    """
+
+    symbol: str
+    grid: Grid
+    num_warps: int
+    shared: int
+    scratch_bytes: Size = 0
+
+    def grid_at(self, bounds: tuple[Dim, ...]) -> tuple[int, int, int]:
+        """The grid at the upper bounds of a program's dims: surplus blocks leave early."""
+        x, y, z = (upper_bound(n, bounds) for n in self.grid)
+        return x, y, z
+
+
+@dataclass(frozen=True)
+class SlotLayout:
+    """One sequence's part of the state: offset of each state by key, and the stride between sequences, in bytes."""
+
+    offsets: Mapping[str, int]
+    slot_bytes: int
+
+
+def dim_order(programs: Iterable[Program]) -> tuple[str, ...]:
+    """The dims of all programs of an artifact, as the device holds their values."""
+    return tuple(sorted({d.name for p in programs for d in p.dims}))
+
+
+def slot_layout(program: Program) -> SlotLayout:
+    """States one after the other, in the order of the inputs, each without its first axis."""
+    offsets, at = {}, 0
+    for b in (program.buffers[n] for n in program.inputs):
+        if b.space == "state":
+            offsets[b.key] = at
+            size = upper_bound(product(b.type.shape[1:]), program.dims) * b.type.dtype.itemsize
+            at += -(-size // ALIGNMENT) * ALIGNMENT
+    return SlotLayout(offsets, at)
+
+
+def render_program(program: Program, arch: str, dims: tuple[str, ...], slot_bytes: int) -> dict[str, Source]:
+    """The source of each kernel of a program, by the kernel's name."""
+    setting = Setting(arch, program.dims, dims, slot_bytes)
+    return {name: render(kernel, setting) for name, kernel in sorted(program.kernels.items())}
+
+
+def launches(sources: Mapping[str, Source], cubins: Mapping[str, Cubin]) -> dict[str, Launch]:
+    """The launch of each kernel of a program, by the kernel's name."""
+    return {
+        name: Launch(s.symbol, s.grid, cubins[s.symbol].num_warps, cubins[s.symbol].shared, s.scratch_bytes)
+        for name, s in sources.items()
+    }
+
+
+def arguments(program: Program, call: Call) -> tuple[str, ...]:
+    """The buffers that a call passes: inputs, then outputs that do not update one of them."""
+    fresh = (b for b in call.outputs if b not in call.inputs or program.buffers[b].space != "state")
+    return (*call.inputs, *fresh)
