@@ -50,13 +50,19 @@ class Scope:
 
 
 class LoopNest:
-    """Emits statements for values of `body`. `pointers` names the memory of the body's inputs."""
+    """Emits statements for values of `body`. `pointers` names the memory of the body's inputs.
+
+    `piece` (variable, low, high) says that a loop variable stays in a range, so that a concatenation along it needs
+    no choice an element; `cuts` collects the places where a loop should be cut for that.
+    """
 
     def __init__(self, body: Graph, syntax: Syntax, pointers: dict[Value, str]) -> None:
         self.body, self.syntax, self.pointers = body, syntax, pointers
         self.producer = body.producers()
         self.scopes = [Scope(frozenset())]
         self.given: dict[Value, Callable[[Index], str]] = {}
+        self.piece: tuple[str, int, int] | None = None
+        self.cuts: set[int] = set()
         self._counter = 0
 
     def name(self, prefix: str = "t") -> str:

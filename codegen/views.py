@@ -122,7 +122,28 @@ def _pad(nest: LoopNest, node: Node, index: Index) -> str:
     return nest.keep(node.out, index, nest.syntax.select(nest.every(inside), value, fill))
 
 
+def _one_piece(nest: LoopNest, node: Node, index: Index) -> str | None:
+    """A concatenation along a loop variable whose range lies in one part; else asks for cuts at the parts' borders."""
+    axis = node.attrs.axis
+    sizes = [v.type.shape[axis] for v in node.inputs]
+    if nest.piece is None or index[axis] != nest.piece[0] or not all(isinstance(s, int) for s in sizes):
+        return None
+    _, low, high = nest.piece
+    start = 0
+    for value, size in zip(node.inputs, sizes, strict=True):
+        assert isinstance(size, int)
+        if start <= low and high <= start + size:
+            local = f"({index[axis]} - {start})" if start else index[axis]
+            return nest.emit(value, (*index[:axis], local, *index[axis + 1 :]))
+        start += size
+        nest.cuts.add(start)
+    return None
+
+
 def _concatenate(nest: LoopNest, node: Node, index: Index) -> str:
+    found = _one_piece(nest, node, index)
+    if found is not None:
+        return found
     axis, start, result = node.attrs.axis, "0", ""
     place = index[axis]
     parts: list[tuple[str, str]] = []

@@ -52,3 +52,8 @@ def accumulator(dtype: DType) -> DType:
     if not dtype.is_float:
         return dtype
     return f32 if dtype.itemsize == 2 else f64
+
+
+def register_type(dtype: DType) -> DType:
+    """The type that kernels compute in: f32 for floats of up to 32 bits, others as they are."""
+    return f32 if dtype.is_float and dtype.itemsize < 8 else dtype

@@ -18,6 +18,7 @@ from aotc.ir.program import Kernel
 from aotc.ir.sizes import Size, names_in, product
 
 SYNTAX = CppSyntax()
+MAX_PIECES = 8  # more parts of a concatenation than this are chosen an element
 MAX_ROWS = 1024  # sequences of a step, for scratch
 BLOCK = 512  # elements of a row that one work item covers, where rows can be cut
 
@@ -96,26 +97,59 @@ def _outer(shape: tuple[Size, ...]) -> tuple[list[tuple[str, str]], Index, str]:
     return rows, names, SYNTAX.size(product(shape))
 
 
+@dataclass(frozen=True)
+class _Nest:
+    """A row's statements, and the vector loops over its columns: (low, high, statements) a piece."""
+
+    row_lines: list[str]
+    pieces: list[tuple[int, int, list[str]]]
+
+
+def _rows_of(
+    make: Callable[[], LoopNest], names: Index, column: str, width: Size, write: Callable[[LoopNest], None]
+) -> _Nest:
+    """Emits what `write` adds for a column, cutting the columns where a concatenation changes its part."""
+    cuts = [0, width if isinstance(width, int) else 1 << 62]
+    while True:
+        nest, pieces = make(), []
+        with nest.scope(*names) as row:
+            for low, high in zip(cuts, cuts[1:], strict=False):
+                nest.piece = (column, low, high)
+                with nest.scope(column) as inner:
+                    write(nest)
+                pieces.append((low, high, inner.lines))
+        wanted = sorted(set(cuts) | {c for c in nest.cuts if 0 < c < cuts[-1]})
+        if wanted == cuts or len(wanted) > MAX_PIECES:
+            return _Nest(nest.scopes[0].lines + row.lines, pieces)
+        cuts = wanted
+
+
 def _loops(frame: _Frame) -> Source:
     body = to_primitives(frame.body)
     (out,) = body.outputs
     (kept,) = frame.body.outputs
     pointers = dict(frame.pointers) | {out: frame.pointers[kept]}
-    nest = LoopNest(body, SYNTAX, pointers)
     shape = out.type.shape or (1,)
     rows, names, outer = _outer(shape[:-1])
-    column = "j"
-    index = (*names, column) if out.type.shape else ()
-    with nest.scope(*names) as row, nest.scope(column) as inner:
+    index = (*names, "j") if out.type.shape else ()
+
+    def write(nest: LoopNest) -> None:
         value = nest.emit(out, index)
         nest.line(SYNTAX.store(pointers[out], out.type.dtype, linear(index, nest.shape(out)), value))
-    shared = any("for (" in text for text in row.lines)  # a reduction of the whole row: the row is not cut
+
+    nest = _rows_of(lambda: LoopNest(body, SYNTAX, pointers), names, "j", shape[-1], write)
+    shared = any("for (" in text for text in nest.row_lines)  # a reduction of the whole row: the row is not cut
     width = SYNTAX.size(shape[-1])
     return frame.source(
-        "loops", inner=width, block=width if shared else BLOCK, outer=outer, rows=rows, column=column,
-        row_lines=nest.scopes[0].lines + row.lines, lines=inner.lines,
-        simd=not any("for (" in text for text in inner.lines),
-    )  # fmt: skip
+        "loops",
+        inner=width,
+        block=width if shared else BLOCK,
+        outer=outer,
+        rows=rows,
+        row_lines=nest.row_lines,
+        pieces=nest.pieces,
+        whole=len(nest.pieces) == 1,
+    )
 
 
 def _matmul(frame: _Frame) -> Source:
@@ -166,17 +200,19 @@ def _kv_append(frame: _Frame) -> Source:
     node = _only(body, "kv_append")
     _static(node)
     kv, k, v, positions, rows, index = node.inputs
-    nest = LoopNest(body, SYNTAX, frame.pointers)
     tokens, heads, d = k.type.shape
     storage = kv.type.dtype
-    with nest.scope("t", "h") as row, nest.scope("c") as inner:
+
+    def write(nest: LoopNest) -> None:
         for value, target in ((k, "keys"), (v, "values")):
             nest.line(SYNTAX.store(target, storage, "c", nest.emit(value, ("t", "h", "c"))))
+
+    nest = _rows_of(lambda: LoopNest(body, SYNTAX, frame.pointers), ("t", "h"), "c", d, write)
     return frame.source(
         "kv_append", tokens=SYNTAX.size(tokens), heads=heads, d=d, context=kv.type.shape[3],
         storage=STORAGE[storage.name], kv=frame.pointers[kv], positions=frame.pointers[positions],
         rows=frame.pointers[rows], index=frame.pointers[index], slot_bytes=frame.slot_bytes,
-        row_lines=nest.scopes[0].lines + row.lines, lines=inner.lines,
+        row_lines=nest.row_lines, pieces=nest.pieces,
     )  # fmt: skip
 
 

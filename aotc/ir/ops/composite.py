@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aotc.ir.dtypes import DType, accumulator
+from aotc.ir.dtypes import DType, register_type
 from aotc.ir.graph import Attrs, TensorType, Value
 from aotc.ir.ops.contraction import ReduceAttrs
 from aotc.ir.ops.elementwise import ConvertAttrs
@@ -74,7 +74,7 @@ def _swiglu(arrays: Any, _: Any, __: Any) -> np.ndarray:
 
 
 def _wide(b: Builder, x: Value) -> Value:
-    return b.emit("convert", x, attrs=ConvertAttrs(accumulator(x.type.dtype)))
+    return b.emit("convert", x, attrs=ConvertAttrs(register_type(x.type.dtype)))
 
 
 def _normed(b: Builder, x: Value, like: Value, at: NormAttrs) -> Value:
