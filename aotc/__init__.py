@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from aotc.build import compile
     from aotc.errors import (
         AotcError,
         ArtifactError,
@@ -29,14 +30,16 @@ __all__ = [
     "SourceError",
     "UnsupportedError",
     "__version__",
+    "compile",
     "load",
 ]
+_HOMES = {"load": "aotc.runtime.api", "compile": "aotc.build"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'aotc' has no attribute {name!r}")
-    value = getattr(import_module("aotc.runtime.api" if name == "load" else "aotc.errors"), name)
+    value = getattr(import_module(_HOMES.get(name, "aotc.errors")), name)
     globals()[name] = value
     return value
 

@@ -56,9 +56,12 @@ def weight_values(graph: Graph) -> set[Value]:
     for node in graph.nodes:
         if node.op == "constant":
             constants.update(node.outputs)
-        elif node.op != "broadcast_in_dim" and known.intersection(node.inputs):
-            if all(v in known or v in constants for v in node.inputs):
-                known.update(node.outputs)
+        elif (
+            node.op != "broadcast_in_dim"
+            and known.intersection(node.inputs)
+            and all(v in known or v in constants for v in node.inputs)
+        ):
+            known.update(node.outputs)
     return known
 
 

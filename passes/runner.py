@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from aotc import knobs
-from aotc.ir.graph import Graph
+from aotc.ir.graph import Graph, Node
+from aotc.ir.ops.control import IfAttrs
 from aotc.ir.verify import verify
 
 log = logging.getLogger("aotc.passes")
@@ -17,7 +19,7 @@ def run_passes(graph: Graph, passes: Iterable[Callable[[Graph], Graph]], stage: 
     """The graph after all passes. Raises VerifyError naming the pass that broke a rule."""
     for number, function in enumerate(passes):
         begin = time.perf_counter()
-        graph = function(graph)
+        graph = everywhere(function, graph)
         spent = time.perf_counter() - begin
         try:
             verify(graph)
@@ -26,6 +28,18 @@ def run_passes(graph: Graph, passes: Iterable[Callable[[Graph], Graph]], stage: 
         log.debug("%s/%s: %d nodes, %.0f ms", stage, function.__name__, len(graph.nodes), spent * 1e3)
         dump(f"{stage}_{number:02d}_{function.__name__}.ir", str(graph))
     return graph
+
+
+def everywhere(function: Callable[[Graph], Graph], graph: Graph) -> Graph:
+    """Applies a pass to the branches of conditionals, innermost first, then to the graph itself."""
+
+    def inside(node: Node) -> Node:
+        if node.op != "if":
+            return node
+        at = node.attrs
+        return replace(node, attrs=IfAttrs(everywhere(function, at.then), everywhere(function, at.orelse)))
+
+    return function(replace(graph, nodes=tuple(map(inside, graph.nodes))))
 
 
 def dump(name: str, text: str | bytes) -> None:

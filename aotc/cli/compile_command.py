@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the artifact's folder")
     parser.add_argument("--dtype", choices=["bf16", "f16", "f32", "auto"], default="auto",
-                        help="type of weights and activations of a language model; auto: the checkpoint's, f32 becomes bf16")  # fmt: skip
+                        help="type of a language model; auto: the checkpoint's, f32 becomes bf16")  # fmt: skip
     parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="most tokens of a sequence (model's, at most 8192)"
     )

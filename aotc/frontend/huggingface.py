@@ -1,7 +1,8 @@
 """Reads checkpoints in Hugging Face's layout: config.json and safetensors in a folder, or in the hub's cache.
 
 Settings are read as transformers 5 writes them (`dtype`, `rope_parameters`) and as older versions did (`torch_dtype`,
-`rope_theta`, `rope_scaling`). Missing ones mean what they mean in transformers' configuration classes.
+`rope_theta`, `rope_scaling`). Missing ones mean what they mean in transformers' configuration classes, but that sizes
+must be given and that a config without an EOS has none.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def _weights(folder: Path) -> WeightSource:
         return weights
     if any(folder.glob("pytorch_model*.bin")):
         raise UnsupportedError(
-            f"{folder} has weights as pickled .bin alone, which can run code: convert them with transformers' "
-            "save_pretrained, which writes safetensors"
+            f"{folder} has weights as pickled .bin alone, which can run code: convert them with "
+            "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers, which writes safetensors"
         )
     raise SourceError(f"{folder} has neither model.safetensors nor {INDEX}")
 
@@ -118,24 +119,28 @@ def _tokenizer(folder: Path, random: bool) -> bytes | None:
 
 
 def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """chat_template.jinja, or what older versions wrote into the tokenizer's config: a text, or several with names."""
+    """chat_template.jinja, or what older versions wrote: a text, or several with names, in the tokenizer's config; or
+    chat_template.json."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         try:
             return read_bytes(path, _MOST_TEMPLATE).decode()
         except UnicodeDecodeError:
             raise SourceError(f"{path} is no UTF-8") from None
-    template = tokenizer_config.get("chat_template")
+    template, name = tokenizer_config.get("chat_template"), "tokenizer_config.json"
+    if template is None:
+        name = "chat_template.json"
+        template = _json(folder, name).get("chat_template")
     if isinstance(template, list):
         named = [t for t in template if isinstance(t, dict)]
         template = next((t.get("template") for t in named if t.get("name") == "default"), None)
-    if template is not None and not isinstance(template, str):
-        raise SourceError(f"{folder / 'tokenizer_config.json'} has a chat_template that is no text")
+    if template is not None and not (isinstance(template, str) and len(template) <= _MOST_TEMPLATE):
+        raise SourceError(f"{folder / name} has a chat_template that is no text of up to {_MOST_TEMPLATE} characters")
     return template
 
 
 def read_config(raw: dict[str, Any], generation: dict[str, Any], where: str, stored_dtype: str | None) -> DecoderConfig:
-    """The config of a checkpoint. `generation` is its generation_config.json, whose EOS ids win, as in transformers.
+    """The config of a checkpoint. `generation` is its generation_config.json: EOS ids of both files end an answer.
 
     Raises SourceError and UnsupportedError, which name the setting.
     """
@@ -160,7 +165,7 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any], where: str, sto
         mlp_bias=_given(raw, "mlp_bias", False) if llama else False, qk_norm=family == "qwen3",
         sliding_window=_window(raw, family, where), dtype=_dtype(raw, where) or stored_dtype or "f32",
         bos_token_id=_given(generation, "bos_token_id", raw.get("bos_token_id")),
-        eos_token_ids=_end_ids(_given(generation, "eos_token_id", raw.get("eos_token_id")), where),
+        eos_token_ids=_end_ids((raw.get("eos_token_id"), generation.get("eos_token_id")), where),
     ), where)  # fmt: skip
 
 
@@ -229,7 +234,7 @@ def _window(raw: dict[str, Any], family: str, where: str) -> int | None:
         if kinds is not None:
             raise UnsupportedError(f"{where} sets layer_types, which {family} models do not have")
         return raw.get("sliding_window", 4096) if family == "mistral" else None
-    window = _given(raw, "sliding_window", 4096) if _given(raw, "use_sliding_window", False) else None
+    window = raw.get("sliding_window", 4096) if _given(raw, "use_sliding_window", False) else None
     if kinds is None and window is not None:
         full = _given(raw, "max_window_layers", 28)  # so many layers see everything, the others a window
         if type(full) is not int or type(layers) is not int or 0 < full < layers:
@@ -256,8 +261,9 @@ def _dtype(raw: dict[str, Any], where: str) -> str | None:
     return dtype
 
 
-def _end_ids(value: Any, where: str) -> tuple[Any, ...]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
+def _end_ids(settings: tuple[Any, Any], where: str) -> tuple[Any, ...]:
+    """Ids of both files, each once; each file has none, one or a list. check_config looks at their types."""
+    ids = [i for value in settings for i in (value if isinstance(value, list) else [value]) if i is not None]
     if len(ids) > _MOST_ENDS:
         raise SourceError(f"{where} has {len(ids)} EOS ids")
     return tuple(i for n, i in enumerate(ids) if i not in ids[:n])

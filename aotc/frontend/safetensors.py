@@ -36,11 +36,11 @@ def parse_json(text: bytes, where: str) -> dict[str, Any]:
     """A JSON object. A key that stands twice in an object is refused, as are NaN, infinities and deep nesting."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in result:
-                raise ValueError(f"key {shown(key)} stands twice")
-            result[key] = value
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+            raise ValueError(f"key {shown(twice)} stands twice")
         return result
 
     def refuse(constant: str) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Union
+from typing import TypeAlias
 
-Size = Union[int, "Expr"]
+Size: TypeAlias = "int | Expr"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class FloorDiv:
         return f"({self.num})//{self.den}"
 
 
-Atom = Union[str, FloorDiv]
+Atom = str | FloorDiv
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -97,9 +96,8 @@ class CpuProgram:
         self._dims = np.zeros(len(plan.dims), np.int64)
         self.space_index = {(s.kind, s.name): i for i, s in enumerate(plan.spaces)}
         self.nanoseconds: np.ndarray | None = None
-        self._pointers: list[Any] = [
-            ctypes.c_void_p(a.ctypes.data) for a in (self._steps, self._specs, self._resolved, self._kernels, self._bases, self._dims, library.scratch)
-        ]  # fmt: skip
+        arrays = (self._steps, self._specs, self._resolved, self._kernels, self._bases, self._dims, library.scratch)
+        self._pointers = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
 
     def bind(self, kind: str, name: str, address: int) -> None:
         """Sets the base address of a space; unknown names are refused with KeyError."""

@@ -28,7 +28,9 @@ def _scatter(types: tuple[TensorType, ...], at: ScatterAttrs) -> tuple[TensorTyp
     x, index, updates = types
     require(at.kind == "replace" or at.kind in _COMBINE, f"no scatter {at.kind}")
     require(index.dtype.is_int and index.rank == 1 and x.rank >= 1, f"scatter into {x} at {index}")
-    require(updates.dtype == x.dtype and updates.shape == (*index.shape, *x.shape[1:]), f"scatter of {updates} into {x}")
+    require(
+        updates.dtype == x.dtype and updates.shape == (*index.shape, *x.shape[1:]), f"scatter of {updates} into {x}"
+    )
     return (TensorType(x.dtype, x.shape),)
 
 
