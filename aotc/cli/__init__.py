@@ -14,6 +14,7 @@ from aotc.errors import AotcError
 COMMANDS = {
     "compile": "turn a model into an artifact (needs no GPU)",
     "run": "answer one prompt with an artifact",
+    "serve": "serve an artifact over OpenAI's API",
     "inspect": "show what is in an artifact: programs, kernels, memory, bytes moved",
     "verify": "check an artifact against its interpreter and its source",
     "bench": "measure start-up or latency of an artifact",

@@ -212,7 +212,7 @@ def unknown_family(name: object) -> UnsupportedError:
 
 def shown(value: object) -> str:
     """A value from a file as a message may hold it: one short line, whatever the file says."""
-    text = ascii(value[:100] if isinstance(value, str) else value)
+    text = ascii(value[:100] if isinstance(value, str | list) else value)
     return text if len(text) <= 100 else text[:97] + "..."
 
 

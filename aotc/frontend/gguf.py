@@ -285,11 +285,12 @@ def open_gguf(path: Path) -> Checkpoint:
     file = read_gguf(path)
     meta = file.metadata
     architecture = meta.get("general.architecture")
-    if architecture not in ("llama", "qwen2", "qwen3"):
+    if not isinstance(architecture, str) or architecture not in ("llama", "qwen2", "qwen3"):
         raise unknown_family(architecture)
-    if meta.get("general.type", "model") != "model":
-        raise UnsupportedError(f"{path} holds no model, but {shown(meta['general.type'])}")
-    if meta.get("split.count", 1) not in (0, 1):
+    kind, parts = meta.get("general.type", "model"), meta.get("split.count", 1)
+    if not isinstance(kind, str) or kind != "model":
+        raise UnsupportedError(f"{path} holds no model, but {shown(kind)}")
+    if type(parts) is not int or parts not in (0, 1):
         raise UnsupportedError(f"{path} is one part of a split model: join them with llama-gguf-split --merge")
     config = _config(file, architecture)
     weights = GGUFWeights(file, config, interleaved=architecture == "llama")

@@ -62,7 +62,7 @@ class TokenizerFiles:
 def tokenizer_from_metadata(path: Path, meta: dict[str, Any], vocab_size: int) -> TokenizerFiles:
     """Raises UnsupportedError for other kinds of tokenizers, SourceError for missing or malformed fields."""
     model = meta.get("tokenizer.ggml.model")
-    if model != "gpt2":
+    if not isinstance(model, str) or model != "gpt2":
         raise UnsupportedError(f"{path} has a {shown(model)} tokenizer: aotc builds byte-level BPE (gpt2) from GGUF")
     pre = meta.get("tokenizer.ggml.pre", "default")
     if not isinstance(pre, str) or pre not in PRETOKENIZERS:
@@ -145,7 +145,10 @@ def _added_around(path: Path, meta: dict[str, Any], ids: dict[str, int], pre: Pr
     """Which of BOS and EOS stand around a text. Llama 3's files say nothing of BOS and mean yes."""
     names = []
     for name, default in (("bos", pre.adds_bos), ("eos", False)):
-        if meta.get(f"tokenizer.ggml.add_{name}_token", default):
+        adds = meta.get(f"tokenizer.ggml.add_{name}_token", default)
+        if type(adds) is not bool:
+            raise SourceError(f"{path} has tokenizer.ggml.add_{name}_token = {shown(adds)}, which is no bool")
+        if adds:
             if name not in ids:
                 raise SourceError(f"{path} adds {name.upper()} to texts and has no tokenizer.ggml.{name}_token_id")
             names.append(name)

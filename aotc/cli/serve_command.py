@@ -1,0 +1,105 @@
+"""Serve an artifact over OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+FIXED = {
+    "--dtype": "--dtype", "--max-model-len": "--max-model-len", "--quantization": "--dtype",
+    "--max-num-batched-tokens": "--max-num-batched-tokens", "--load-format": "--weights", "--revision": "--revision",
+}  # fmt: skip
+"""vLLM's flags that compiling decides, and the flag of `aotc compile` that does."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="the model's name in the API (default: the folder's)"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="key that clients must send (default: AOTC_API_KEY)")
+    parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="most sequences at once")
+    parser.add_argument(
+        "--max-num-queued-reqs", type=int, default=256, metavar="N", help="more unfinished ones get a 429"
+    )
+    parser.add_argument("--shutdown-timeout", type=int, default=30, metavar="S", help="seconds to finish after SIGTERM")
+    parser.add_argument(
+        "--metrics-prefix", default="aotc", metavar="P", help="prefix of metrics; vllm for its dashboards"
+    )
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="logging")
+    parser.add_argument("--disable-access-log", action="store_true", help="do not log each request")
+    for flag in FIXED:
+        parser.add_argument(flag, help=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace) -> int:
+    from aotc.errors import RequestError
+
+    for flag, compile_flag in FIXED.items():
+        if getattr(options, flag[2:].replace("-", "_")) is not None:
+            raise RequestError(f"{flag} is fixed at compile time: recompile with `aotc compile ... {compile_flag} ...`")
+    if not 0 <= options.port <= 65535 or options.max_num_seqs < 1 or options.max_num_queued_reqs < 1:
+        raise RequestError("--port is 0 to 65535, --max-num-seqs and --max-num-queued-reqs are at least 1")
+    key = options.api_key or os.environ.get("AOTC_API_KEY") or None
+    if key is None and options.host not in ("127.0.0.1", "localhost", "::1"):
+        print(f"aotc: warning: {options.host} is reachable by others and there is no --api-key", file=sys.stderr)
+    _serve(options, key)
+    return 0
+
+
+def _serve(options: argparse.Namespace, key: str | None) -> None:
+    try:
+        import uvicorn
+
+        from aotc.runtime.server.app import Server, Settings
+        from aotc.runtime.server.engine_client import EngineClient
+        from aotc.runtime.server.metrics import Metrics
+    except ImportError as error:
+        from aotc.errors import UnsupportedError
+
+        raise UnsupportedError(f"{error.name} is not installed: pip install 'aotc[serve]'") from None
+    from aotc.artifact.reader import open_artifact
+
+    artifact = open_artifact(options.artifact)
+    model = options.served_model_name or os.path.basename(os.path.abspath(options.artifact))
+    tokenizer, template, config = _text(artifact)
+    settings = Settings(model, artifact.manifest.model.max_model_len, key, options.max_num_queued_reqs, config)
+    engine = EngineClient(str(artifact.path), options.max_num_seqs)
+    server = Server(settings, engine, tokenizer, template, Metrics(options.metrics_prefix, model))
+
+    class Uvicorn(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            server.draining = True  # readiness fails at once, streams in flight finish
+            super().handle_exit(sig, frame)
+
+    config_ = uvicorn.Config(
+        server.app(), options.host, options.port, log_level=options.log_level, access_log=not options.disable_access_log,
+        timeout_graceful_shutdown=options.shutdown_timeout, h11_max_incomplete_event_size=64 << 10,
+    )  # fmt: skip
+    Uvicorn(config_).run()
+
+
+def _text(artifact: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """Tokenizer, chat template (or None) and generation config of an artifact."""
+    import json
+
+    from aotc.errors import ArtifactError
+    from aotc.runtime.chat_template import ChatTemplate
+    from aotc.runtime.tokenizer import Tokenizer
+
+    if artifact.manifest.model.kind != "llm" or not artifact.has("tokenizer.json"):
+        raise ArtifactError(f"{artifact.path} is no language model with a tokenizer: serve needs one")
+    config = {}
+    if artifact.has("generation_config.json"):
+        config = json.loads(artifact.read("generation_config.json"))
+    tokenizer = Tokenizer(artifact.file("tokenizer.json"), config)
+    template = None
+    if artifact.has("chat_template.jinja"):
+        source = artifact.read("chat_template.jinja").decode()
+        bos, eos = config.get("bos_token", tokenizer.bos_token), config.get("eos_token", tokenizer.eos_token)
+        template = ChatTemplate(source, bos_token=bos, eos_token=eos)
+    return tokenizer, template, config

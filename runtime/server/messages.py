@@ -1,0 +1,82 @@
+"""What the server and its engine process say to each other: msgpack in frames of a length (4 bytes) and a body."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from aotc.runtime.sampling import SamplingParams
+from aotc.runtime.sequence import TokenOutput
+
+MAX_FRAME = 64 << 20
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    """A request: token ids and the fields of its SamplingParams."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: dict[str, Any]
+    seed: int
+    choice: int
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    request_id: str
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The model is loaded and warm. Bytes by purpose."""
+
+    memory: dict[str, int]
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    """The tokens of one step, and how busy the engine is."""
+
+    tokens: list[TokenOutput]
+    running: int
+    waiting: int
+    cache_usage: float
+
+
+class Refused(msgspec.Struct, tag="refused"):
+    """The engine does not take a request: the message is the user's."""
+
+    request_id: str
+    message: str
+
+
+class Alive(msgspec.Struct, tag="alive"):
+    """Sent about once a second: the engine's loop makes progress."""
+
+    steps: int
+
+
+Message = Submit | Cancel | Ready | Outputs | Refused | Alive
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def pack(message: Message) -> bytes:
+    """A frame."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "little") + body
+
+
+def unpack(body: bytes) -> Message:
+    """The message in a frame's body. Raises msgspec.MsgspecError."""
+    return _decoder.decode(body)
+
+
+def params_to_dict(params: SamplingParams) -> dict[str, Any]:
+    """The fields of params, as msgpack holds them."""
+    return {name: getattr(params, name) for name in SamplingParams.__slots__}
+
+
+def params_from_dict(fields: dict[str, Any]) -> SamplingParams:
+    """The params; bias keys are token ids again."""
+    bias = {int(k): v for k, v in fields.pop("logit_bias").items()}
+    return SamplingParams(logit_bias=bias, **fields)

@@ -1,0 +1,47 @@
+"""Prometheus metrics, with vLLM's suffixes."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
+
+
+class Metrics:
+    """One server's metrics in a registry of their own, under `prefix:`."""
+
+    def __init__(self, prefix: str, model: str) -> None:
+        self.registry = CollectorRegistry()
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"{prefix}:{name}", text, ["model_name"], registry=self.registry).labels(model)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(f"{prefix}:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
+            return made.labels(model)
+
+        def counter(name: str, text: str) -> Counter:
+            return Counter(f"{prefix}:{name}", text, ["model_name"], registry=self.registry).labels(model)
+
+        self.running = gauge("num_requests_running", "Requests in the engine's batch.")
+        self.waiting = gauge("num_requests_waiting", "Requests waiting for a slot.")
+        self.cache_usage = gauge("kv_cache_usage_perc", "Share of cache slots in use, 1 is all.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self.generation_tokens = counter("generation_tokens", "Tokens generated.")
+        self.engine_restarts = counter("engine_restarts", "Engine processes started again.")
+        self._success = Counter(
+            f"{prefix}:request_success", "Finished requests.", ["model_name", "finished_reason"], registry=self.registry
+        )
+        self._model = model
+        self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
+        self.inter_token = histogram("inter_token_latency_seconds", "Between tokens.", _TOKEN_SECONDS)
+        self.end_to_end = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
+
+    def finished(self, reason: str) -> None:
+        """Counts a finished request by its reason: stop, length, abort or error."""
+        self._success.labels(self._model, reason).inc()
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
