@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import sympy
 import torch
 
@@ -50,6 +52,6 @@ def _size(
     return symbol(dims[expr].name)
 
 
-def _output_names(names: tuple[object, ...]) -> list[str]:
+def _output_names(names: Collection[object]) -> list[str]:
     """`output` for one result, `output_0`, `output_1`, ... for more: torch's names are those of its nodes."""
     return ["output"] if len(names) == 1 else [f"output_{n}" for n in range(len(names))]

@@ -168,7 +168,9 @@ def _read(path: Path) -> Cubin | None:
 
 def _publish(cubin: Cubin, path: Path) -> None:
     """A cache that cannot be written costs time, not correctness."""
-    fields = {k: v for k, v in asdict(cubin).items() if k != "data"} | {"sha256": hashlib.sha256(cubin.data).hexdigest()}
+    fields = {k: v for k, v in asdict(cubin).items() if k != "data"} | {
+        "sha256": hashlib.sha256(cubin.data).hexdigest()
+    }
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:

@@ -59,7 +59,9 @@ class _Replay:
     ) -> None:
         assert program.graph is not None
         self.program, self.inputs, self.weights = program, inputs, weights
-        self.dims = bind_dims(program.graph, {program.buffers[b].key: np.shape(inputs[program.buffers[b].key]) for b in program.inputs})
+        self.dims = bind_dims(
+            program.graph, {program.buffers[b].key: np.shape(inputs[program.buffers[b].key]) for b in program.inputs}
+        )
         self.layout = slot_layout(program)
         self.order = dim_order([program])
         self.sources: dict[str, Source] = render_program(program, arch, self.order, self.layout.slot_bytes)
@@ -104,11 +106,16 @@ class _Replay:
     def _bring_settings(self, buffer: str, blocks: dict[str, np.ndarray]) -> None:
         """Sampler settings hold addresses of this process: what they point to becomes blocks of the other one."""
         for r, row in enumerate(blocks[buffer].view(ROW)):
-            for name, count in (("bias_ids", "bias_count"), ("bias_values", "bias_count"), ("ban_ids", "ban_count"), ("mask", "mask_words")):
+            for name, count in (
+                ("bias_ids", "bias_count"),
+                ("bias_values", "bias_count"),
+                ("ban_ids", "ban_count"),
+                ("mask", "mask_words"),
+            ):
                 if row[name] and row[count] > 0:
                     block = f"{buffer}.{r}.{name}"
                     blocks[block] = np.frombuffer(ctypes.string_at(int(row[name]), int(row[count]) * 4), np.uint8)
-                    offset = r * ROW.itemsize + (ROW.fields or {})[name][1]
+                    offset = r * ROW.itemsize + (ROW.fields or {})[name][1]  # type: ignore[index]
                     self.relocations.append((buffer, offset, block))
 
     def _steps(self, body: tuple[Instruction, ...]) -> list[Any]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
@@ -112,7 +111,7 @@ def complete_interpreter() -> None:
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         return plain(self, *(_wide(x) for x in (a, b)), *rest)
 
-    interpreter.InterpreterBuilder.create_dot = create_dot
+    interpreter.InterpreterBuilder.create_dot = create_dot  # type: ignore[method-assign]
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch_tensor_and_index(tensor: Any, scope: Any) -> None:

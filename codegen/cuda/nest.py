@@ -126,7 +126,11 @@ class BlockNest(LoopNest):
 
         def widened(variables: list[str]) -> str:
             value = element(variables)
-            return value if self.syntax.register(dtype) == self.syntax.register(wide) else f"({value}).to({self.syntax.register(wide)})"
+            return (
+                value
+                if self.syntax.register(dtype) == self.syntax.register(wide)
+                else f"({value}).to({self.syntax.register(wide)})"
+            )
 
         if self.axes(*index):
             total = self._sequential(kind, wide, index, ranges, widened)

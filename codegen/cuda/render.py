@@ -118,7 +118,11 @@ class _Frame:
         words = _words(lines + " ".join(map(str, hooks.values())))
         dims = [(dim(n), place) for place, n in enumerate(self.setting.dims) if dim(n) in words]
         extra = ["dims", *(["scratch"] if scratch_bytes != 0 else [])]
-        types = [*(POINTER[v.type.dtype.name] for v in self.arguments), "*i32", *(["*fp32"] if scratch_bytes != 0 else [])]
+        types = [
+            *(POINTER[v.type.dtype.name] for v in self.arguments),
+            "*i32",
+            *(["*fp32"] if scratch_bytes != 0 else []),
+        ]
         summary = ", ".join(n.op for n in self.body.nodes)
         text = environment().get_template(f"{template}.py.j2").render(
             name="__kernel__", summary=f"{summary[:90]} -> {self.body.outputs[0].type}", dims=dims, wide=wide,
@@ -237,14 +241,10 @@ def _matmul(frame: _Frame) -> Source:
     nest.vectors |= {f"acc{p}": nest.axes("m", "c") for p in range(parts)}
     nest.store(out, (*_lead(nest, "m", x.type.shape[:-1]), "c"))
     grid = (ceildiv(width, tile.n), ceildiv(rows, tile.m), 1)
-    return frame.source(
-        "matmul", grid, tile.num_warps, tile.num_stages, tile=tile, lines=nest.scopes[0].lines, **hooks
-    )
+    return frame.source("matmul", grid, tile.num_warps, tile.num_stages, tile=tile, lines=nest.scopes[0].lines, **hooks)
 
 
-def _matvec_lines(
-    frame: _Frame, body: Graph, dot: Node, width: int, tile: schedule.Tile, rows: str
-) -> list[str]:
+def _matvec_lines(frame: _Frame, body: Graph, dot: Node, width: int, tile: schedule.Tile, rows: str) -> list[str]:
     """The epilogue of each row. All but the first may be surplus: loads and stores of those are guarded."""
     (out,) = body.outputs
     nest = frame.nest(body, frame.wide(*dot.inputs, dot.out))
@@ -299,14 +299,17 @@ def _attention(frame: _Frame) -> Source:
     node = _only(frame.body, "attention")
     _static(node)
     q, kv, query_start, seq_lens, index = (frame.pointers[v] for v in node.inputs)
-    (tokens, heads, d), cache = node.inputs[0].type.shape, node.inputs[1].type
-    _, _, kv_heads, context, _ = cache.shape
+    cache = node.inputs[1].type
+    tokens = node.inputs[0].type.shape[0]
+    heads, d = (frame.upper(s) for s in node.inputs[0].type.shape[1:])
+    kv_heads, context = (frame.upper(s) for s in cache.shape[2:4])
     rows = node.inputs[3].type.shape[0]
     group = heads // kv_heads
     queries, tile = schedule.attention(group, d, cache.dtype, decode=tokens == rows)
     tiles = (tokens + rows * (queries - 1)) // queries
     return frame.source(
-        "attention", (tiles, kv_heads, 1), tile.num_warps, tile.num_stages, q=q, kv=kv, query_start=query_start, seq_lens=seq_lens, index=index,
+        "attention", (tiles, kv_heads, 1), tile.num_warps, tile.num_stages, q=q, kv=kv, query_start=query_start,
+        seq_lens=seq_lens, index=index,
         out=frame.pointers[node.out], rows=SYNTAX.size(rows), max_rows=power_of_two(frame.upper(rows)), heads=heads,
         kv_heads=kv_heads, group=group, context=context, d=d, queries=queries, tile=tile,
         window=node.attrs.window or 0, scale=SYNTAX.literal(node.attrs.scale * math.log2(math.e), f32),
@@ -318,8 +321,8 @@ def _sample(frame: _Frame) -> Source:
     node = _only(frame.body, "sample")
     logits, settings, history, index = (frame.pointers[v] for v in node.inputs)
     token, logprobs, ids, _ = (frame.pointers[v] for v in node.outputs)
-    rows, vocab = node.inputs[0].type.shape
-    at = {name: offset // kind.base.itemsize for name, (kind, offset) in (ROW.fields or {}).items()}
+    rows, vocab = node.inputs[0].type.shape[0], frame.upper(node.inputs[0].type.shape[1])
+    at = {name: entry[1] // entry[0].base.itemsize for name, entry in (ROW.fields or {}).items()}
     at["counter_low"] = 2 * at["counter_base"]  # in words of 32 bits
     return frame.source(
         "sample", (rows, 1, 1), schedule.SAMPLE_WARPS, scratch_bytes=rows * (8 * vocab), rows=SYNTAX.size(rows),

@@ -145,9 +145,10 @@ class TritonSyntax:
             zero, one = self.constant(0, dtype), self.constant(1, dtype)
             return f"tl.where({args[1]} == 0, {zero}, {args[0]} {sign} tl.where({args[1]} == 0, {one}, {args[1]}))"
         bits = dtype.itemsize * 8
+        ones = self.constant(2**bits - 1 if dtype.kind == "uint" else -1, dtype)
         templates = {
             "select": "tl.where({0}, {1}, {2})", "negate": "-{0}", "logistic": "1 / (1 + tl.exp(-{0}))",
-            "not": "{0} == 0" if dtype.name == "bool" else f"{{0}} ^ {self.constant(2**bits - 1 if dtype.kind == 'uint' else -1, dtype)}",
+            "not": "{0} == 0" if dtype.name == "bool" else f"{{0}} ^ {ones}",
             "sign": self._sign(dtype),
         }  # fmt: skip
         if op not in templates:

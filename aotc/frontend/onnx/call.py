@@ -130,7 +130,9 @@ class Call:
     def _unknown(self, tensor: Tensor) -> UnknownParameterError:
         name = next((n for n, x in zip(self.proto.input, self.inputs, strict=False) if x is tensor), "")
         if isinstance(tensor, Known):
-            message = f"{self}: its parameter {name!r} depends on a dynamic dim: make that dim static, for example --dim N=4"
+            message = (
+                f"{self}: its parameter {name!r} depends on a dynamic dim: make that dim static, for example --dim N=4"
+            )
         else:
             message = (
                 f"{self}: its parameter {name!r} is computed at run time, and shapes must be known when compiling: "

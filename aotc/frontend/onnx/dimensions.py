@@ -25,7 +25,8 @@ def read_dims(
     named = [_shape(v) for v in inputs]
     single = {s.terms[0][0][0] for shape in named for s in shape if isinstance(s, Expr) and _is_name(s)}
     shapes = [
-        tuple(_bindable(s, single, v.name, i) for i, s in enumerate(shape)) for v, shape in zip(inputs, named, strict=True)
+        tuple(_bindable(s, single, v.name, i) for i, s in enumerate(shape))
+        for v, shape in zip(inputs, named, strict=True)
     ]
     names = sorted({n for shape in shapes for s in shape for n in names_in(s)}, key=_order(shapes))
     _check(names, bounds, path)

@@ -20,7 +20,15 @@ from aotc.ir.ops import OPS
 from aotc.ir.ops.contraction import ReduceAttrs
 from aotc.ir.ops.elementwise import CompareAttrs, ConvertAttrs
 from aotc.ir.ops.shape import (
-    AxesAttrs, AxisAttrs, BroadcastAttrs, ConstantAttrs, IotaAttrs, PadAttrs, PermutationAttrs, ShapeAttrs, SliceAttrs,
+    AxesAttrs,
+    AxisAttrs,
+    BroadcastAttrs,
+    ConstantAttrs,
+    IotaAttrs,
+    PadAttrs,
+    PermutationAttrs,
+    ShapeAttrs,
+    SliceAttrs,
 )  # fmt: skip
 from aotc.ir.sizes import Atom, Dim, Expr, FloorDiv, Size, symbol
 
@@ -96,7 +104,9 @@ class Emitter:
             return self.builder.emit("constant", attrs=attrs)
         if tensor.repeats is not None:
             base, axes = tensor.repeats
-            return self.builder.emit("broadcast_in_dim", self.value(base), attrs=BroadcastAttrs(tensor.type.shape, axes))
+            return self.builder.emit(
+                "broadcast_in_dim", self.value(base), attrs=BroadcastAttrs(tensor.type.shape, axes)
+            )
         if self.outer is not None:
             return self.capture(self.outer.value(tensor))
         return self.builder.weight(self.weights.add(tensor), tensor.type)
@@ -260,7 +270,9 @@ class Emitter:
         if not dtype.is_float or dtype.itemsize != 2:
             return compute(x, *rest)
         wide = from_numpy(np.dtype(np.float32))
-        rest = tuple(self.convert(r, wide) if isinstance(r, Value | Known) and r.type.dtype == dtype else r for r in rest)
+        rest = tuple(
+            self.convert(r, wide) if isinstance(r, Value | Known) and r.type.dtype == dtype else r for r in rest
+        )
         return self.convert(compute(self.convert(x, wide), *rest), dtype)
 
 

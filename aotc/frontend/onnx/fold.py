@@ -31,7 +31,9 @@ def fold(op: str, inputs: Sequence[Known], attrs: Any, _: Sequence[Dim]) -> tupl
         return (_repeated(inputs[0], attrs, types[0]),)
     if not _is_small(types, _SMALL) and not _is_small(types, min(_LARGE, sum(x.nbytes for x in inputs))):
         return None
-    node = Node(op, tuple(Value(str(i), x.type) for i, x in enumerate(inputs)), tuple(Value("o", t) for t in types), attrs)
+    node = Node(
+        op, tuple(Value(str(i), x.type) for i, x in enumerate(inputs)), tuple(Value("o", t) for t in types), attrs
+    )
     results = run_node(node, [x.array for x in inputs], {})
     return tuple(known(r, t.dtype) for r, t in zip(results, types, strict=True))
 

@@ -138,7 +138,9 @@ class Importer:
         return (results,) if isinstance(results, Value | Known) else results
 
     def _function(self, call: Call, function: FunctionProto) -> Sequence[Tensor]:
-        opsets = dict(self.opsets) | {("" if o.domain == "ai.onnx" else o.domain): o.version for o in function.opset_import}
+        opsets = dict(self.opsets) | {
+            ("" if o.domain == "ai.onnx" else o.domain): o.version for o in function.opset_import
+        }
         body = Importer(self.emitter, self.file, opsets, self.functions, None, self.depth + 1)
         body.attributes = {a.name: a for a in function.attribute_proto} | dict(call.attributes)
         for name, tensor in zip(function.input, call.inputs, strict=False):
@@ -196,7 +198,8 @@ def join(
         used = {v for n in graph.nodes for v in n.inputs} | set(graph.outputs)
         read |= dict.fromkeys(v for v, inner in arm.captured.items() if inner in used)
     bodies = [
-        replace(graph, inputs=tuple(arm.capture(v) for v in read)) for arm, graph in zip((then, orelse), graphs, strict=True)
+        replace(graph, inputs=tuple(arm.capture(v) for v in read))
+        for arm, graph in zip((then, orelse), graphs, strict=True)
     ]
     made = iter(emitter.emit_many("if", condition, *read, attrs=IfAttrs(*bodies)))
     return [a if same else next(made) for a, same in zip(yes, equal, strict=True)]

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from aotc.frontend.onnx import (
-    ops_attention, ops_conv, ops_index, ops_math, ops_matmul, ops_norm, ops_quant, ops_recurrent, ops_reduce, ops_resize,
-    ops_shape, ops_signal,
+    ops_attention,
+    ops_conv,
+    ops_index,
+    ops_math,
+    ops_matmul,
+    ops_norm,
+    ops_quant,
+    ops_recurrent,
+    ops_reduce,
+    ops_resize,
+    ops_shape,
+    ops_signal,
 )  # fmt: skip
 from aotc.frontend.onnx.known import Tensor
 
@@ -16,9 +26,7 @@ _FAMILIES = (
 )  # fmt: skip
 
 OPERATORS: dict[str, Callable[..., Tensor | Sequence[Tensor]]] = {
-    name: row
-    for module in _FAMILIES
-    for name, row in module.OPS.items()
+    name: row for module in _FAMILIES for name, row in module.OPS.items()
 }
 
 REFUSED: dict[str, str] = {

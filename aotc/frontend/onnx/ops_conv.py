@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -120,7 +121,7 @@ def _conv_transpose(b: Emitter, n: Call, x: Tensor, weight: Tensor, bias: Tensor
     turned = b.reshape(turned, (groups, channels_in // groups, per_group, *kernel))
     turned = b.transpose(turned, (0, 2, 1, *range(3, 3 + count)))
     turned = b.reshape(turned, (per_group * groups, channels_in // groups, *kernel))
-    out = b.emit("convolution", x, turned, attrs=ConvAttrs((1,) * count, *pads, dilation, groups))
+    out = b.emit("convolution", x, turned, attrs=ConvAttrs((1,) * count, pads[0], pads[1], dilation, groups))
     return out if bias is None else b.op("add", out, channels(b, bias, out))
 
 
@@ -190,7 +191,7 @@ def _max_pool_with_indices(b: Emitter, n: Call, x: Tensor, w: Window) -> Sequenc
         places = np.ravel_multi_index(np.unravel_index(places, sizes), sizes, order="F")
     table = b.broadcast(known(places.astype(np.int64)), inside.type.shape)
     values, index = (b.take(t, column, 3, elements=True) for t in (inside, table))
-    start = b.op("multiply", b.iota(i64, (batch * depth, 1)), product(tuple(spatial)))
+    start = b.op("multiply", b.iota(i64, (batch * depth, 1)), math.prod(sizes))
     index = b.op("add", b.reshape(index, (batch * depth, product(tuple(outs)))), start)
     return [b.reshape(t, (batch, depth, *outs)) for t in (values, index)]
 
@@ -206,7 +207,9 @@ def _window_places(sizes: Sequence[int], w: Window) -> tuple[np.ndarray, list[in
     flat = np.zeros((1,) * 2 * rank, np.int64)
     outside = np.zeros_like(flat, bool)
     for i, line in enumerate(grid):
-        shaped = line.reshape([line.shape[0] if a == i else line.shape[1] if a == i + rank else 1 for a in range(2 * rank)])
+        shaped = line.reshape(
+            [line.shape[0] if a == i else line.shape[1] if a == i + rank else 1 for a in range(2 * rank)]
+        )
         flat = flat * sizes[i] + shaped
         outside = outside | (shaped < 0)
     return np.where(outside, -1, flat).reshape(int(np.prod(outs)), -1), outs

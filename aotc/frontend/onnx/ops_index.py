@@ -87,9 +87,7 @@ def _scatter_nd(b: Emitter, n: Call, x: Tensor, index: Tensor, updates: Tensor) 
 def _scatter_elements(b: Emitter, n: Call, x: Tensor, index: Tensor, updates: Tensor) -> Tensor:
     axis = n.axis(n.attr_int("axis", 0), x.type.rank)
     shape = index.type.shape
-    places = [
-        b.inside(index, x.type.shape[axis]) if i == axis else b.iota(i64, shape, i) for i in range(x.type.rank)
-    ]
+    places = [b.inside(index, x.type.shape[axis]) if i == axis else b.iota(i64, shape, i) for i in range(x.type.rank)]
     return scatter(b, x, places, updates, _SCATTERS[n.attr_string("reduction", "none")])
 
 

@@ -72,10 +72,7 @@ def _shift(b: Emitter, n: Call, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _clip(b: Emitter, n: Call, x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
-    if n.opset < 11:
-        bounds = [n.attr_float(name) if n.has(name) else None for name in ("min", "max")]
-    else:
-        bounds = [low, high]
+    bounds = [n.attr_float(name) if n.has(name) else None for name in ("min", "max")] if n.opset < 11 else [low, high]
     for bound, op in zip(bounds, ("maximum", "minimum"), strict=True):
         if bound is not None:
             x = b.op(op, x, bound)

@@ -83,7 +83,9 @@ def _parse(n: Call, equation: str, operands: Sequence[Tensor]) -> tuple[list[str
         result = right.replace("...", digits[len(digits) - longest :])
     else:
         every = "".join(words)
-        result = digits[len(digits) - longest :] + "".join(sorted(c for c in set(every) if c.isalpha() and every.count(c) == 1))
+        result = digits[len(digits) - longest :] + "".join(
+            sorted(c for c in set(every) if c.isalpha() and every.count(c) == 1)
+        )
     return words, result
 
 

@@ -12,7 +12,6 @@ from aotc.frontend.onnx.ops_matmul import matmul
 from aotc.frontend.onnx.tensors import dtype_of
 from aotc.ir.dtypes import DTYPES, DType, f32, i32, u8
 
-
 Row = Callable[..., Tensor | Sequence[Tensor]]
 
 

@@ -155,7 +155,7 @@ def _weighted(b: Emitter, n: Call, x: Tensor, to: Stretch, source: Tensor, inter
     """The sum of neighbours times the kernel at their distances."""
     reach, shrink = 2 if interpolation == "cubic" else 1, 1.0
     if n.attr_int("antialias", 0):
-        scale = to.scale if isinstance(to.scale, float) else float(n.array(to.scale).reshape(()))
+        scale = to.scale if isinstance(to.scale, float) else float(n.array(to.scale).reshape(()))  # type: ignore[arg-type]
         shrink = min(scale, 1.0)
     half = math.ceil(reach / shrink)
     size = x.type.shape[to.axis]
@@ -164,7 +164,9 @@ def _weighted(b: Emitter, n: Call, x: Tensor, to: Stretch, source: Tensor, inter
     place = b.op("add", b.broadcast(first, grid, (0,)), b.iota(f64, grid, 1))
     distance = b.op("abs", b.op("subtract", b.broadcast(source, grid, (0,)), place))
     distance = b.op("multiply", distance, shrink)
-    weight = _linear(b, distance) if interpolation == "linear" else _cubic(b, distance, n.attr_float("cubic_coeff_a", -0.75))
+    weight = (
+        _linear(b, distance) if interpolation == "linear" else _cubic(b, distance, n.attr_float("cubic_coeff_a", -0.75))
+    )
     if n.attr_int("exclude_outside", 0):
         inside = b.op("and", b.compare("GE", place, 0), b.compare("LT", place, _count(b, size)))
         weight = b.select(inside, weight, 0)

@@ -10,7 +10,7 @@ from onnx import TensorProto
 from aotc.errors import SourceError
 from aotc.frontend.onnx.call import Call
 from aotc.frontend.onnx.emitter import Emitter, broadcast_shape, known_scalar
-from aotc.frontend.onnx.known import Known, Tensor, compare, divide_exactly, interval, is_known, known, known_sizes
+from aotc.frontend.onnx.known import Tensor, compare, divide_exactly, interval, is_known, known, known_sizes
 from aotc.frontend.onnx.tensors import dtype_of, inline_array
 from aotc.ir.dtypes import bool_, from_numpy, i64
 from aotc.ir.sizes import Size, ceildiv, product
@@ -39,12 +39,16 @@ def _constant_of_shape(b: Emitter, n: Call, shape: Tensor) -> Tensor:
     tensor = n.attr_tensor("value")
     value = np.zeros(1, np.float32) if tensor is None else inline_array(tensor, str(n))
     dtype = from_numpy(value.dtype)
-    return b.scalar(value.reshape(()).item() if dtype.name != "bf16" else float(value.reshape(())), dtype, tuple(n.sizes(shape)))
+    return b.scalar(
+        value.reshape(()).item() if dtype.name != "bf16" else float(value.reshape(())), dtype, tuple(n.sizes(shape))
+    )
 
 
 def _shape(b: Emitter, n: Call, x: Tensor) -> Tensor:
     rank = x.type.rank
-    start, end = (min(max(v + rank if v < 0 else v, 0), rank) for v in (n.attr_int("start", 0), n.attr_int("end", rank)))
+    start, end = (
+        min(max(v + rank if v < 0 else v, 0), rank) for v in (n.attr_int("start", 0), n.attr_int("end", rank))
+    )
     return known_sizes(x.type.shape[start:end])
 
 
@@ -55,9 +59,7 @@ def _size(b: Emitter, n: Call, x: Tensor) -> Tensor:
 def _reshape(b: Emitter, n: Call, x: Tensor, shape: Tensor) -> Tensor:
     wanted = n.sizes(shape)
     keeps_zero = n.attr_int("allowzero", 0)
-    result = [
-        x.type.shape[i] if isinstance(s, int) and s == 0 and not keeps_zero else s for i, s in enumerate(wanted)
-    ]
+    result = [x.type.shape[i] if isinstance(s, int) and s == 0 and not keeps_zero else s for i, s in enumerate(wanted)]
     open_places = [i for i, s in enumerate(result) if isinstance(s, int) and s == -1]
     if len(open_places) > 1:
         raise SourceError(f"{n}: shape {wanted} has two open sizes")
@@ -202,10 +204,12 @@ def _place(b: Emitter, n: Call, place: Size, size: Size, low: Size, high: Size) 
     return limited
 
 
-def _pad(b: Emitter, n: Call, x: Tensor, pads: Tensor | None = None, value: Tensor | None = None, axes: Tensor | None = None):
+def _pad(
+    b: Emitter, n: Call, x: Tensor, pads: Tensor | None = None, value: Tensor | None = None, axes: Tensor | None = None
+):
     rank = x.type.rank
     if n.opset < 11:
-        amounts, fill = n.attr_ints("pads") or [], known(np.float32(n.attr_float("value", 0.0)))
+        amounts, fill = n.attr_ints("pads") or [], known(np.array(n.attr_float("value", 0.0), np.float32))
     else:
         assert pads is not None
         amounts, fill = n.integers(pads), value

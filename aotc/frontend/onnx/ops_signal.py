@@ -72,10 +72,9 @@ def _stft(
     if not isinstance(signal, int):
         raise n.refusal(f"cuts the dynamic dim {signal} into frames: make it static")
     hop = n.integers(step)[0]
+    frame = signal if window is None else int(window.type.shape[0])  # type: ignore[arg-type]
     if length is not None:
         frame = n.integers(length)[0]
-    else:
-        frame = int(window.type.shape[0]) if window is not None else signal  # type: ignore[arg-type]
     index = np.arange((signal - frame) // hop + 1)[:, None] * hop + np.arange(frame)
     frames = b.take(x, known(index.astype(np.int64)), 1)
     if window is not None:
@@ -116,9 +115,7 @@ def _mel(b: Emitter, n: Call, bins: Tensor, length: Tensor, rate: Tensor, low: T
     return known(out, _output_type(n))
 
 
-def _likelihood(
-    b: Emitter, n: Call, logits: Tensor, target: Tensor, weight: Tensor | None
-) -> Tensor:
+def _likelihood(b: Emitter, n: Call, logits: Tensor, target: Tensor, weight: Tensor | None) -> Tensor:
     """-x[target], weighted: x [batch, classes, ...], target [batch, ...]; `ignore_index` counts for nothing."""
     shape, dtype, rank = target.type.shape, logits.type.dtype, logits.type.rank
     classes = logits.type.shape[1]

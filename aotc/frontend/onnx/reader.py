@@ -46,7 +46,9 @@ def _parse(path: Path) -> ModelProto:
     try:
         size = path.stat().st_size
         if size > _MOST_BYTES:
-            raise SourceError(f"{path} has {size} bytes, an ONNX file has at most 2 GiB: store weights as external data")
+            raise SourceError(
+                f"{path} has {size} bytes, an ONNX file has at most 2 GiB: store weights as external data"
+            )
         proto = onnx.load_model_from_string(path.read_bytes())
     except OSError as error:
         raise SourceError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -42,7 +42,9 @@ def array_from(data: bytes | memoryview | np.ndarray, type_: TensorType, where: 
     raw = np.frombuffer(data, np.uint8)
     count = math.prod(type_.shape)  # type: ignore[arg-type]
     if raw.size != count * type_.dtype.itemsize:
-        raise SourceError(f"{where} holds {raw.size} bytes, its shape {list(type_.shape)} needs {type_.dtype} x {count}")
+        raise SourceError(
+            f"{where} holds {raw.size} bytes, its shape {list(type_.shape)} needs {type_.dtype} x {count}"
+        )
     array = raw.view(type_.dtype.np) if type_.dtype.name != "bool" else raw != 0
     return array.reshape(type_.shape)  # type: ignore[arg-type]
 
