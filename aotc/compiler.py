@@ -6,34 +6,31 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from aotc.artifact.manifest import FORMAT_VERSION, Manifest, ProgramEntry, State, StateField, TargetEntry
+from aotc.artifact.manifest import FORMAT_VERSION, Manifest, State, StateField
 from aotc.artifact.manifest import Model as ModelEntry
-from aotc.artifact.plan import encode_plan
 from aotc.artifact.writer import ArtifactWriter
-from aotc.codegen.cpu.library import build
-from aotc.errors import UnsupportedError
+from aotc.backends import BACKENDS, Progress, Work
 from aotc.frontend.model import Model, read_logical
-from aotc.ir.graph import Graph
+from aotc.ir.graph import Graph, Node
 from aotc.ir.interpret import interpret
 from aotc.ir.packing import PACKINGS as LAYOUTS
 from aotc.ir.program import Program
 from aotc.passes import (
     MODEL_PASSES,
     PACKINGS,
-    PROGRAM_GRAPH_PASSES,
     PROGRAM_PASSES,
+    canonicalize,
     cone,
+    fuse,
     lower,
     pack_weights,
     split_weights,
 )
-from aotc.passes.runner import dump, run_passes
+from aotc.passes.fuse import is_packed_linear
+from aotc.passes.runner import run_passes
 from aotc.passes.specialise import decode, extend
-from aotc.planner import Placement, make_plan
+from aotc.planner import Placement
 from aotc.target import Target
-
-Progress = Callable[[str, int, int], None]
-"""Called with a stage's name, how much of it is done, and how much there is."""
 
 
 @dataclass(frozen=True)
@@ -56,33 +53,45 @@ def compile_model(
     model: Model, targets: tuple[Target, ...], writer: ArtifactWriter, options: Options, progress: Progress
 ) -> Manifest:
     """Writes the artifact of a model and returns its manifest (committed). Raises AotcError."""
-    cuda = [t.name for t in targets if t.device == "cuda"]
-    if cuda:
-        raise UnsupportedError(f"artifacts for {', '.join(cuda)} cannot be written yet: compile for a CPU level")
     progress("optimise", 0, 1)
     graph = run_passes(model.graph, MODEL_PASSES, "model")
     progress("optimise", 1, 1)
     state = state_of(graph)
-    packed = run_passes(graph, [lambda g: pack_weights(g, PACKINGS["cpu"])], "cpu")
-    prologue, main = split_weights(packed)
-    programs = [make_program(g) for g in progress_over(list(_specialised(main, model, options)), "programs", progress)]
-    placement = Placement(
-        _write_weights(prologue, model, writer, progress), {f.name: f.offset for f in state.fields} if state else {}
-    )
-    slot = state.slot_bytes if state else 0
-    entries = tuple(_write_target(t, programs, slot, placement, writer, progress) for t in targets)
-    for program in programs:
-        writer.add_file(f"graphs/{program.name}.ir", (str(program.graph) + "\n").encode())
+    states = {f.name: f.offset for f in state.fields} if state else {}
+    weights: dict[str, int] = {}
+    entries = []
+    for device in dict.fromkeys(t.device for t in targets):
+        backend = BACKENDS[device]()
+        packed = run_passes(graph, [lambda g, b=backend: pack_weights(g, PACKINGS[b.device])], device)
+        prologue, main = split_weights(packed)
+        work = Work(
+            programs=[
+                make_program(g, backend.linear)
+                for g in progress_over(list(_specialised(main, model, options)), f"programs {device}", progress)
+            ],
+            slot_bytes=state.slot_bytes if state else 0,
+            placement=Placement(weights, states),
+            writer=writer,
+            progress=progress,
+        )
+        _write_weights(prologue, model, writer, progress, weights)
+        for program in work.programs:
+            writer.add_file(f"graphs/{device}/{program.name}.ir", (str(program.graph) + "\n").encode())
+        entries += [backend.write(target, work) for target in targets if target.device == device]
     manifest = Manifest(
-        format_version=FORMAT_VERSION, model=_model_entry(model, options), targets=entries, weights=(), weights_bytes=0,
-        weights_crc32=(), files={}, state=state,
+        format_version=FORMAT_VERSION, model=_model_entry(model, options), targets=tuple(entries), weights=(),
+        weights_bytes=0, weights_crc32=(), files={}, state=state,
     )  # fmt: skip
     return writer.commit(manifest)
 
 
-def make_program(graph: Graph) -> Program:
-    """A specialised graph as a planned program."""
-    program = lower(run_passes(graph, PROGRAM_GRAPH_PASSES, graph.name))
+def make_program(graph: Graph, linear: Callable[[Node], bool] = is_packed_linear) -> Program:
+    """A specialised graph as a planned program. `linear` says which linear layers the matmul template takes."""
+
+    def fuse_for_target(g: Graph) -> Graph:
+        return fuse(g, linear)
+
+    program = lower(run_passes(graph, (canonicalize, fuse_for_target), graph.name))
     for function in PROGRAM_PASSES:
         program = function(program)
     return program
@@ -110,49 +119,23 @@ def state_of(graph: Graph) -> State | None:
     return State("static", offset, tuple(fields)) if fields else None
 
 
-def _write_weights(prologue: Graph, model: Model, writer: ArtifactWriter, progress: Progress) -> dict[str, int]:
-    """Evaluates the prologue one weight at a time and writes each in its layout. Returns offsets by key."""
-    offsets = {}
-    for key in progress_over(list(prologue.output_names), "weights", progress):
+def _write_weights(
+    prologue: Graph, model: Model, writer: ArtifactWriter, progress: Progress, offsets: dict[str, int]
+) -> None:
+    """Evaluates the prologue one weight at a time and writes each in its layout; fills `offsets` by key.
+
+    What another device of the artifact wrote under the same key is shared.
+    """
+    missing = [key for key in prologue.output_names if key not in offsets]
+    for key in progress_over(missing, "weights", progress):
         part = cone(prologue, key)
         array = interpret(part, {}, lambda k: read_logical(model.weights, k))[key]
         type_ = part.outputs[0].type
-        shape = tuple(int(s) for s in type_.shape)  # type: ignore[arg-type]
         if type_.packing is not None:
             pack = LAYOUTS[type_.packing].pack
             assert pack is not None, f"no packer for {type_.packing}"
             array = pack(array)
-        offsets[key] = writer.add_weight(key, type_.dtype.name, shape, type_.packing, array).offset
-    return offsets
-
-
-def _write_target(
-    target: Target,
-    programs: list[Program],
-    slot_bytes: int,
-    placement: Placement,
-    writer: ArtifactWriter,
-    progress: Progress,
-) -> TargetEntry:
-    total = len({k for p in programs for k in p.kernels}) + 1
-    done = iter(range(1, total + 1))
-    stage = f"kernels {target.name}"
-    progress(stage, 0, total)
-    library = build(programs, target.name, slot_bytes, lambda _: progress(stage, next(done), total))
-    path = f"kernels/{target.name}/kernels.so"
-    writer.add_file(path, library.data)
-    for name, source in library.sources.items():
-        dump(f"{target.name}_{name}.cpp", source)
-    entries = []
-    for program in programs:
-        plan = make_plan(program, library.dims, placement)
-        name = f"plans/{target.name}/{program.name}.json"
-        writer.add_file(name, encode_plan(plan))
-        kind, _, bucket = program.name.partition("_")
-        llm = kind in ("decode", "extend") and bucket.isdigit()
-        entries.append(ProgramEntry(program.name, kind if llm else "call", int(bucket) if llm else 0, name))
-    arena = max(p.arena_bytes for p in programs)
-    return TargetEntry(target.name, target.device, path, arena, library.scratch_bytes, tuple(entries))
+        offsets[key] = writer.add_weight(key, type_.dtype.name, type_.ints, type_.packing, array).offset
 
 
 def _model_entry(model: Model, options: Options) -> ModelEntry:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from aotc.artifact import plan as P
 from aotc.errors import UnsupportedError
@@ -26,6 +29,20 @@ def make_plan(program: Program, dims_of: Mapping[str, tuple[str, ...]], placemen
     Inputs and outputs get a space each; all weights share one, and so do all states (slots of the cache).
     """
     return _Planner(program, dims_of, placement).plan()
+
+
+@dataclass(frozen=True)
+class CudaKernels:
+    """By kernel name: facts of its launch, and bytes of scratch. `dims` orders the dims on the device."""
+
+    meta: dict[str, dict[str, Any]]
+    scratch: dict[str, int]
+    dims: tuple[str, ...]
+
+
+def make_cuda_plan(program: Program, kernels: CudaKernels, placement: Placement) -> P.Plan:
+    """The plan of a program for CUDA: kernels take the dims from device memory, and scratch from the arena's end."""
+    return _CudaPlanner(program, kernels, placement).plan()
 
 
 class _Planner:
@@ -56,11 +73,18 @@ class _Planner:
             spaces=tuple(self.spaces),
             inputs=tuple(self._tensor(program.buffers[b].key, program.buffers[b]) for b in program.inputs),
             outputs=tuple(self._tensor(n, program.buffers[b], updated.get(n)) for n, b in program.outputs),
-            kernels=tuple(P.Kernel(k, program.kernels[k].family) for k in self.kernels),
+            kernels=tuple(self._kernel(k) for k in self.kernels),
             body=self._body(program.body),
             arena_bytes=program.arena_bytes,
             arena_lower_bound=program.arena_lower_bound,
         )
+
+    def _kernel(self, name: str) -> P.Kernel:
+        return P.Kernel(name, self.program.kernels[name].family)
+
+    def _more_args(self, kernel: str) -> list[P.Arg]:
+        """What a kernel takes after its buffers."""
+        return [P.DimValue(self.dims.index(d)) for d in self.dims_of[kernel]]
 
     def _tensor(self, name: str, buffer: Buffer, alias: str | None = None) -> P.Tensor:
         place = self._place(buffer)
@@ -89,7 +113,7 @@ class _Planner:
         fresh = [b for b in call.outputs if b not in call.inputs or self.program.buffers[b].space != "state"]
         names = [*call.inputs, *fresh]
         args: list[P.Arg] = [self._place(self.program.buffers[n]) for n in names]
-        args += [P.DimValue(self.dims.index(d)) for d in self.dims_of[call.kernel]]
+        args += self._more_args(call.kernel)
         moved: Size = 0
         for n in dict.fromkeys(names):
             b = self.program.buffers[n]
@@ -98,6 +122,31 @@ class _Planner:
             self.kernels.index(call.kernel), tuple(args), call.barrier, kernel.name, call.sources,
             size_expr(flops(kernel.body)), size_expr(moved),
         )  # fmt: skip
+
+
+class _CudaPlanner(_Planner):
+    def __init__(self, program: Program, kernels: CudaKernels, placement: Placement) -> None:
+        super().__init__(program, {}, placement)
+        self.cuda = kernels
+        self.dims_space = len(self.spaces)
+        self.spaces.append(P.Space("dims", "dims"))
+
+    def plan(self) -> P.Plan:
+        plan = super().plan()
+        largest = max((self.cuda.scratch[k] for k in self.kernels), default=0)
+        return msgspec.structs.replace(plan, arena_bytes=plan.arena_bytes + largest)
+
+    def _kernel(self, name: str) -> P.Kernel:
+        meta = self.cuda.meta[name]
+        symbol = str(meta["cubin"]).rpartition("/")[2].removesuffix(".cubin")
+        return P.Kernel(symbol, self.program.kernels[name].family, meta)
+
+    def _more_args(self, kernel: str) -> list[P.Arg]:
+        """The dims' address, scratch where the kernel has some, then Triton's own two scratch pointers (null)."""
+        args: list[P.Arg] = [P.Address(self.dims_space, 0)]
+        if self.cuda.scratch[kernel]:
+            args.append(P.Address(0, self.program.arena_bytes))
+        return [*args, P.Constant(0), P.Constant(0)]
 
 
 def size_expr(size: Size) -> P.SizeExpr:

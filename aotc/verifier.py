@@ -45,7 +45,7 @@ def verify_artifact(artifact: Artifact, against: Model | None = None) -> Iterato
     target = artifact.cpu_target()
     library = CpuLibrary(artifact.file(target.library), target.scratch_bytes)
     for entry in target.programs:
-        graph = parse_graph(artifact.read(f"graphs/{entry.name}.ir").decode())
+        graph = parse_graph(artifact.read(f"graphs/cpu/{entry.name}.ir").decode())
         yield Result(f"{target.name} {entry.name}", _check_program(artifact, entry, graph, weights, library))
     if against is not None:
         yield Result(f"against {against.name}", _check_source(artifact, target, against, weights))
@@ -110,7 +110,7 @@ def _check_source(
 ) -> str | None:
     """The last fused graph and the traced source, both interpreted on the same prompt: same logits."""
     entry = next(p for p in target.programs if p.kind == "extend")
-    graph = parse_graph(artifact.read(f"graphs/{entry.name}.ir").decode())
+    graph = parse_graph(artifact.read(f"graphs/cpu/{entry.name}.ir").decode())
     inputs = decoder_inputs(graph, 1, CONTEXT, 0)
     ours = interpret(graph, inputs, weights)["logits"]
     theirs = interpret(model.graph, inputs, lambda k: read_logical(model.weights, k))["logits"]

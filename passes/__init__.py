@@ -15,11 +15,8 @@ from aotc.passes.split_weights import cone, split_weights
 MODEL_PASSES = (canonicalize, raise_composites, canonicalize, merge_dots, canonicalize)
 """Once a model: what holds for every target and every program."""
 
-PROGRAM_GRAPH_PASSES = (canonicalize, fuse)
-"""Once a program, after it was specialised: the last graph passes before lowering."""
-
 PROGRAM_PASSES = (plan_memory, place_barriers)
-"""Program to program."""
+"""Program to program, after `canonicalize`, `fuse` (with the target's linear layers) and `lower` made one."""
 
 PACKINGS = {
     "cpu": {"f32": "n16k1", "f16": "n16k1", "bf16": "n16k2"},
@@ -28,6 +25,6 @@ PACKINGS = {
 """Layouts of matmul weights by device and element type."""
 
 __all__ = [
-    "MODEL_PASSES", "PACKINGS", "PROGRAM_GRAPH_PASSES", "PROGRAM_PASSES", "canonicalize", "cone", "fuse", "lower",
+    "MODEL_PASSES", "PACKINGS", "PROGRAM_PASSES", "canonicalize", "cone", "fuse", "lower",
     "merge_dots", "pack_weights", "place_barriers", "plan_memory", "raise_composites", "split_weights",
 ]  # fmt: skip

@@ -15,7 +15,8 @@ from aotc.errors import ArtifactError
 
 MAX_DEPTH = 16
 MAX_ITEMS = 1 << 20
-SPACE_KINDS = ("arena", "weights", "state", "input", "output")
+SPACE_KINDS = ("arena", "weights", "state", "input", "output", "dims")
+"""`dims`: the values of all dims of the artifact as i32, in device memory (CUDA)."""
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -43,6 +43,11 @@ class Request:
     relocations: list[tuple[str, int, str]] = field(default_factory=list)
 
 
+def run_request(request: Request) -> dict[str, np.ndarray]:
+    """All blocks after the steps. Raises DeviceError where a kernel fails or writes outside of its block."""
+    return _interpreter().run(request)
+
+
 def run_program(
     program: Program, inputs: Mapping[str, np.ndarray], weights: Callable[[str], np.ndarray], arch: str = "sm80"
 ) -> dict[str, np.ndarray]:
@@ -71,7 +76,7 @@ class _Replay:
         blocks = self._blocks()
         sources = {s.symbol: s.text for s in self.sources.values()}
         steps = self._steps(self.program.body)
-        answer = _interpreter().run(Request(sources, blocks, steps, self.relocations))
+        answer = run_request(Request(sources, blocks, steps, self.relocations))
         return {name: self._read(answer, self.program.buffers[b]) for name, b in self.program.outputs}
 
     def _blocks(self) -> dict[str, np.ndarray]:

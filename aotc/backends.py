@@ -1,0 +1,123 @@
+"""What differs between devices when an artifact is written: which linear layers have a template, kernels, plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from aotc.artifact.manifest import ProgramEntry, TargetEntry
+from aotc.artifact.plan import Plan, encode_plan
+from aotc.artifact.writer import ArtifactWriter
+from aotc.ir.graph import Node
+from aotc.ir.program import Program
+from aotc.ir.sizes import upper_bound
+from aotc.passes.fuse import is_packed_linear
+from aotc.passes.runner import dump
+from aotc.planner import CudaKernels, Placement, make_cuda_plan, make_plan
+from aotc.target import Target
+
+Progress = Callable[[str, int, int], None]
+"""Called with a stage's name, how much of it is done, and how much there is."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The programs of one device, and where things go."""
+
+    programs: list[Program]
+    slot_bytes: int
+    placement: Placement
+    writer: ArtifactWriter
+    progress: Progress
+
+
+class Backend(Protocol):
+    """One device."""
+
+    device: str
+
+    def linear(self, node: Node) -> bool:
+        """Whether the matmul template computes a node."""
+        ...
+
+    def write(self, target: Target, work: Work) -> TargetEntry:
+        """Writes kernels and plans of one target of this device."""
+        ...
+
+
+class CpuBackend:
+    """C++ kernels in one library a level."""
+
+    device = "cpu"
+
+    def linear(self, node: Node) -> bool:
+        return is_packed_linear(node)
+
+    def write(self, target: Target, work: Work) -> TargetEntry:
+        from aotc.codegen.cpu.library import build
+
+        total = len({k for p in work.programs for k in p.kernels}) + 1
+        step = _counted(work.progress, f"kernels {target.name}", total)
+        library = build(work.programs, target.name, work.slot_bytes, step)
+        path = f"kernels/{target.name}/kernels.so"
+        work.writer.add_file(path, library.data)
+        for name, source in library.sources.items():
+            dump(f"{target.name}_{name}.cpp", source)
+        plans = [make_plan(p, library.dims, work.placement) for p in work.programs]
+        return _entry(target, plans, path, library.scratch_bytes, work)
+
+
+class CudaBackend:
+    """Triton kernels as cubins, each once."""
+
+    device = "cuda"
+
+    def linear(self, node: Node) -> bool:
+        from aotc.codegen.cuda.render import is_linear_for_tensor_cores
+
+        return is_linear_for_tensor_cores(node)
+
+    def write(self, target: Target, work: Work) -> TargetEntry:
+        from aotc.codegen.cuda.build import compile_sources
+        from aotc.codegen.cuda.launch import dim_order, launches, render_program
+
+        dims = dim_order(work.programs)
+        rendered = [render_program(p, target.name, dims, work.slot_bytes) for p in work.programs]
+        sources = {s.symbol: s for program in rendered for s in program.values()}
+        step = _counted(work.progress, f"kernels {target.name}", len(sources))
+        cubins = compile_sources(sources.values(), target.name, step)
+        for symbol, cubin in cubins.items():
+            work.writer.add_file(f"kernels/{target.name}/{symbol}.cubin", cubin.data)
+            dump(f"{target.name}_{symbol}.py", sources[symbol].text)
+        plans = []
+        for program, of_program in zip(work.programs, rendered, strict=True):
+            kernels = CudaKernels({}, {}, dims)
+            for name, launch in launches(of_program, cubins).items():
+                facts = {k: v for k, v in asdict(cubins[launch.symbol]).items() if k not in ("data", "name")}
+                grid = list(launch.grid_at(program.dims))
+                kernels.meta[name] = {"cubin": f"kernels/{target.name}/{launch.symbol}.cubin", "grid": grid, **facts}
+                kernels.scratch[name] = upper_bound(launch.scratch_bytes, program.dims)
+            plans.append(make_cuda_plan(program, kernels, work.placement))
+        return _entry(target, plans, "", 0, work)
+
+
+BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": CpuBackend, "cuda": CudaBackend}
+
+
+def _counted(progress: Progress, stage: str, total: int) -> Callable[[str], None]:
+    done = iter(range(1, total + 1))
+    progress(stage, 0, total)
+    return lambda _: progress(stage, next(done), total)
+
+
+def _entry(target: Target, plans: list[Plan], library: str, scratch_bytes: int, work: Work) -> TargetEntry:
+    entries = []
+    for plan in plans:
+        name = f"plans/{target.name}/{plan.program}.json"
+        work.writer.add_file(name, encode_plan(plan))
+        kind, _, bucket = plan.program.partition("_")
+        llm = kind in ("decode", "extend") and bucket.isdigit()
+        entries.append(ProgramEntry(plan.program, kind if llm else "call", int(bucket) if llm else 0, name))
+    arena = max(p.arena_bytes for p in plans)
+    return TargetEntry(target.name, target.device, library, arena, scratch_bytes, tuple(entries))

@@ -1,0 +1,110 @@
+"""Replays a CUDA plan of an artifact without a GPU: its kernels' Triton source runs under Triton's interpreter, on the
+memory that the plan names. What is checked is what a device will do: arguments, offsets, grids, order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from aotc.artifact.manifest import TargetEntry
+from aotc.artifact.plan import Address, If, Instruction, Plan, Tensor, evaluate
+from aotc.artifact.reader import Artifact
+from aotc.codegen.cuda.fake_device import POISON, Request, run_request
+from aotc.codegen.cuda.launch import dim_order, render_program
+from aotc.codegen.cuda.render import Source
+from aotc.errors import ArtifactError
+from aotc.ir.dtypes import DTYPES
+from aotc.ir.program import Program
+from aotc.ir.text import parse_graph
+from aotc.passes import lower
+
+
+class CudaReplay:
+    """A target of an artifact, ready to replay its programs. Sources are rendered again from the artifact's graphs:
+    a kernel's name is the hash of its source, so that they are the ones that the cubins were compiled from."""
+
+    def __init__(self, artifact: Artifact, target: TargetEntry) -> None:
+        state = artifact.manifest.state
+        self._artifact, self._target, self._slot = artifact, target, state.slot_bytes if state else 0
+        self._fields = {f.name: f for f in state.fields} if state else {}
+        self._programs: list[Program] = [
+            lower(parse_graph(artifact.read(f"graphs/cuda/{p.name}.ir").decode())) for p in target.programs
+        ]
+        self._dims = dim_order(self._programs)
+        self._sources: dict[str, Source] = {}
+        for program in self._programs:
+            rendered = render_program(program, target.name, self._dims, self._slot)
+            self._sources |= {s.symbol: s for s in rendered.values()}
+
+    def run(self, name: str, inputs: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Outputs and updated states of a program. `inputs` holds every input and state by name."""
+        entry = next(p for p in self._target.programs if p.name == name)
+        plan = self._artifact.plan(entry.plan)
+        blocks = self._blocks(plan, inputs, dims)
+        sources = {k.symbol: self._source(k.symbol).text for k in plan.kernels}
+        answer = run_request(Request(sources, blocks, self._steps(plan, plan.body)))
+        return {t.name: self._read(answer, plan, t, dims) for t in plan.outputs}
+
+    def _source(self, symbol: str) -> Source:
+        if symbol not in self._sources:
+            raise ArtifactError(f"kernel {symbol} was made by another version of aotc: compile the model again")
+        return self._sources[symbol]
+
+    def _blocks(self, plan: Plan, inputs: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> dict[str, np.ndarray]:
+        blocks = {
+            "arena": np.full(plan.arena_bytes, POISON, np.uint8), "weights": np.array(self._artifact.map_weights()),
+            "dims": np.array([dims.get(d, 0) for d in self._dims], np.int32).view(np.uint8),
+        }  # fmt: skip
+        for tensor in plan.inputs:
+            if plan.spaces[tensor.space].kind == "input":
+                blocks[_block(plan, tensor.space)] = (
+                    np.ascontiguousarray(inputs[tensor.name]).reshape(-1).view(np.uint8)
+                )
+        for tensor in plan.outputs:
+            if plan.spaces[tensor.space].kind == "output":
+                blocks[_block(plan, tensor.space)] = np.full(_nbytes(tensor, dims), POISON, np.uint8)
+        if self._fields:
+            state = np.full((dims["slots"], self._slot), POISON, np.uint8)
+            for name, field in self._fields.items():
+                part = np.ascontiguousarray(inputs[name]).reshape(len(state), -1).view(np.uint8)
+                state[:, field.offset : field.offset + part.shape[1]] = part
+            blocks["state"] = state.reshape(-1)
+        return blocks
+
+    def _steps(self, plan: Plan, body: tuple[Instruction, ...]) -> list:
+        steps: list = []
+        for step in body:
+            if isinstance(step, If):
+                condition = (_block(plan, step.condition.space), step.condition.offset)
+                steps.append(("if", condition, self._steps(plan, step.then), self._steps(plan, step.orelse)))
+                continue
+            kernel = plan.kernels[step.kernel]
+            source = self._source(kernel.symbol)
+            # The two last arguments are Triton's own scratch pointers, which its interpreter does not take.
+            places = [(_block(plan, a.space), a.offset) for a in step.args if isinstance(a, Address)]
+            steps.append(
+                ("call", kernel.symbol, tuple(kernel.meta["grid"]), list(zip(source.signature, places, strict=True)))
+            )
+        return steps
+
+    def _read(
+        self, blocks: Mapping[str, np.ndarray], plan: Plan, tensor: Tensor, dims: Mapping[str, int]
+    ) -> np.ndarray:
+        shape = [evaluate(s, dims) for s in tensor.shape]
+        if plan.spaces[tensor.space].kind == "state":
+            slots = blocks["state"].reshape(shape[0], self._slot)
+            field = self._fields[tensor.alias_of or tensor.name]
+            data = np.ascontiguousarray(slots[:, field.offset : field.offset + _nbytes(tensor, dims) // shape[0]])
+        else:
+            data = blocks[_block(plan, tensor.space)]
+        return data.reshape(-1)[: _nbytes(tensor, dims)].view(DTYPES[tensor.dtype].np).reshape(shape)
+
+
+def _block(plan: Plan, space: int) -> str:
+    entry = plan.spaces[space]
+    return f"{entry.kind}.{entry.name}" if entry.kind in ("input", "output") else entry.kind
+
+
+def _nbytes(tensor: Tensor, dims: Mapping[str, int]) -> int:
+    return int(np.prod([evaluate(s, dims) for s in tensor.shape])) * DTYPES[tensor.dtype].itemsize

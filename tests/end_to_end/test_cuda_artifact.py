@@ -1,0 +1,69 @@
+"""Artifacts for NVIDIA GPUs, compiled and replayed on a machine without one."""
+
+import json
+
+import numpy as np
+import pytest
+
+from aotc.artifact.reader import open_artifact
+from aotc.cli import main
+from aotc.codegen.cuda.limits import LIMITS
+from aotc.cuda_replay import CudaReplay
+from aotc.harness import relative_error
+from aotc.ir.interpret import interpret
+from aotc.ir.text import parse_graph
+from aotc.verifier import decoder_inputs, weight_reader
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 200, "hidden_size": 72,
+    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8,
+    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 64, "hidden_act": "silu",
+    "tie_word_embeddings": True, "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["f32", "bf16"])
+def artifact(request, tmp_path_factory):
+    """A tiny Llama with 9 heads over 3, compiled for two GPU architectures and this CPU in one artifact."""
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    arguments = ["compile", str(folder), "--weights", "random:7", "--arch", "sm80,sm90,cpu", "--dtype", request.param]
+    arguments += ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "-o", str(folder / "artifact"), "--quiet"]
+    assert main(arguments) == 0
+    return open_artifact(folder / "artifact")
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_plans_replayed_on_a_fake_device_give_the_interpreters_logits(artifact, arch):
+    target = next(t for t in artifact.manifest.targets if t.name == arch)
+    replay, weights = CudaReplay(artifact, target), weight_reader(artifact)
+    limit = 1e-4 if artifact.manifest.model.dtype == "f32" else 2e-2
+    for program, rows, each, start in (("decode_2", 2, 1, 5), ("decode_1", 1, 1, 9), ("extend_16", 2, 6, 0)):
+        graph = parse_graph(artifact.read(f"graphs/cuda/{program}.ir").decode())
+        inputs = decoder_inputs(graph, rows, each, start)
+        dims = {"rows": rows, "tokens": rows * each, "slots": rows}
+        expected = interpret(graph, {k: v.copy() for k, v in inputs.items()}, weights)
+        got = replay.run(program, inputs, dims)
+        assert relative_error(got["logits"], expected["logits"]) < limit, program
+        np.testing.assert_array_equal(got["token"], expected["token"])
+        for name in ("kv.0", "kv.1"):
+            assert relative_error(got[name], expected[name]) < limit, (program, name)
+
+
+def test_cubins_fit_their_architectures(artifact):
+    for target in artifact.manifest.targets:
+        if target.device != "cuda":
+            continue
+        for entry in target.programs:
+            for kernel in artifact.plan(entry.plan).kernels:
+                assert artifact.read(kernel.meta["cubin"])[:4] == b"\x7fELF"
+                assert kernel.meta["shared"] <= LIMITS[target.name].shared_bytes
+                assert kernel.meta["registers"] <= 255 and kernel.meta["spill_bytes"] <= 256
+
+
+def test_devices_share_weights(artifact):
+    """One artifact for three targets holds each tensor once, but for the CPU's layout of matmul weights."""
+    names = [w.name for w in artifact.manifest.weights]
+    assert len(names) == len(set(names))
+    dense = sum(w.nbytes for w in artifact.manifest.weights if w.packing is None)
+    assert artifact.manifest.weights_bytes < 2.5 * dense
