@@ -38,7 +38,9 @@ class Scheduler:
                 rows.append(self._row(sequence, budget))
                 budget -= rows[-1].count
         while budget and self.waiting and self._free:
-            sequence = self._admit(self.waiting.popleft(), self._free.pop())
+            sequence = self._admit(self.waiting[0], self._free[-1])  # when it raises, nothing has changed
+            self.waiting.popleft()
+            self._free.pop()
             self.running.append(sequence)
             rows.append(self._row(sequence, budget))
             budget -= rows[-1].count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any
 
 import msgspec
@@ -11,6 +12,11 @@ from aotc.errors import ArtifactError
 
 FORMAT_VERSION = 1
 CHUNK_BYTES = 4 << 20  # of weights.bin that one checksum covers
+ITEM_BYTES = {
+    "f64": 8, "i64": 8, "u64": 8, "f32": 4, "i32": 4, "u32": 4, "f16": 2, "bf16": 2, "i16": 2, "u16": 2, "i8": 1,
+    "u8": 1, "bool": 1,
+}  # fmt: skip
+"""Element types that manifests and plans may name, with their sizes."""
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -143,11 +149,20 @@ def _check(m: Manifest) -> None:
     for w in m.weights:
         if w.offset < 0 or w.nbytes < 0 or w.offset + w.nbytes > m.weights_bytes:
             raise ArtifactError(f"manifest.json is malformed: weight {w.name} lies outside weights.bin")
-    if m.state is not None and m.state.slot_bytes <= 0:
-        raise ArtifactError("manifest.json is malformed: the state's size")
+    if m.state is not None:
+        _check_state(m.state)
     for target in m.targets:
         if target.arena_bytes < 0 or target.scratch_bytes < 0:
             raise ArtifactError(f"manifest.json is malformed: memory of {target.name}")
         for path in (target.library, *(p.plan for p in target.programs)):
             if path and path not in m.files:
                 raise ArtifactError(f"manifest.json is malformed: {path} is not among its files")
+
+
+def _check_state(state: State) -> None:
+    if not 0 < state.slot_bytes < 1 << 48:
+        raise ArtifactError("manifest.json is malformed: the state's size")
+    for field in state.fields:
+        size = math.prod(field.shape) * ITEM_BYTES.get(field.dtype, 1 << 48)
+        if min(field.shape, default=0) < 0 or field.offset < 0 or field.offset + size > state.slot_bytes:
+            raise ArtifactError(f"manifest.json is malformed: {field.name} lies outside the state")

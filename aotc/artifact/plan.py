@@ -11,10 +11,12 @@ from typing import Any
 
 import msgspec
 
+from aotc.artifact.manifest import ITEM_BYTES
 from aotc.errors import ArtifactError
 
 MAX_DEPTH = 16
 MAX_ITEMS = 1 << 20
+MAX_INT = (1 << 63) - 1
 SPACE_KINDS = ("arena", "weights", "state", "input", "output", "dims")
 """`dims`: the values of all dims of the artifact as i32, in device memory (CUDA)."""
 
@@ -156,15 +158,21 @@ def decode_plan(data: bytes) -> Plan:
 
 def _check(plan: Plan) -> None:
     names = {d.name for d in plan.dims}
-    _require(plan, len(names) == len(plan.dims) and all(0 <= d.lo <= d.hi for d in plan.dims), "dims")
+    _require(plan, len(names) == len(plan.dims) and all(0 <= d.lo <= d.hi <= MAX_INT for d in plan.dims), "dims")
     _require(plan, all(s.kind in SPACE_KINDS for s in plan.spaces), "a space of unknown kind")
-    _require(plan, 0 <= plan.arena_lower_bound <= plan.arena_bytes, "the arena's size")
+    _require(plan, 0 <= plan.arena_lower_bound <= plan.arena_bytes <= MAX_INT, "the arena's size")
     for tensor in (*plan.inputs, *plan.outputs):
         _require(plan, 0 <= tensor.space < len(plan.spaces) and tensor.offset >= 0, f"the place of {tensor.name}")
+        _require(plan, tensor.dtype in ITEM_BYTES, f"the element type of {tensor.name}")
         for size in tensor.shape:
-            used = set() if isinstance(size, int) else {n for _, ns in size for n in ns}
-            _require(plan, used <= names, f"the shape of {tensor.name}")
+            _require(plan, _dims_of(size) <= names, f"the shape of {tensor.name}")
     _check_body(plan, plan.body, 0)
+    for call in plan.calls():
+        _require(plan, _dims_of(call.flops) | _dims_of(call.bytes) <= names, f"the cost of {call.name}")
+
+
+def _dims_of(size: SizeExpr) -> set[str]:
+    return set() if isinstance(size, int) else {n for _, ns in size for n in ns}
 
 
 def _check_body(plan: Plan, body: tuple[Instruction, ...], depth: int) -> None:
@@ -184,9 +192,11 @@ def _check_arg(plan: Plan, arg: Arg) -> None:
     if isinstance(arg, DimValue):
         _require(plan, 0 <= arg.dim < len(plan.dims), "a dim argument")
     elif isinstance(arg, Address):
-        _require(plan, 0 <= arg.space < len(plan.spaces) and arg.offset >= 0, "an address")
+        _require(plan, 0 <= arg.space < len(plan.spaces) and 0 <= arg.offset <= MAX_INT, "an address")
         inside = plan.spaces[arg.space].kind != "arena" or arg.offset < max(plan.arena_bytes, 1)
         _require(plan, inside, "an address outside the arena")
+    else:
+        _require(plan, -MAX_INT - 1 <= arg.value <= MAX_INT, "a constant")
 
 
 def _require(plan: Plan, condition: bool, what: str) -> None:

@@ -38,22 +38,36 @@ class ArtifactWriter:
         self._filled = 0  # bytes in the last, unfinished chunk
         self._weights_bytes = 0
         self._stream: BinaryIO | None = None
+        self._made: list[Path] = []  # parents that were not there, innermost first
 
     def __enter__(self) -> ArtifactWriter:
-        if self.path.exists() and not (self.path / "manifest.json").is_file() and any(self.path.iterdir()):
-            raise ArtifactError(f"{self.path} exists and is no artifact: name another folder with -o")
         with _explained(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_stale(self.path)
-            self.folder = self.path.parent / f".{self.path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
-            self.folder.mkdir()
-            self._stream = open(self.folder / "weights.bin", "wb")
+            self.path = self.path.resolve()  # a link stays, what it names is replaced
+            _require_replaceable(self.path)
+            parent = self.path.parent
+            self._made = [p for p in (parent, *parent.parents) if not p.exists()]
+            try:
+                parent.mkdir(parents=True, exist_ok=True)
+                _remove_stale(self.path)
+                self.folder = parent / f".{self.path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+                self.folder.mkdir()
+                self._stream = open(self.folder / "weights.bin", "wb")
+                with contextlib.suppress(OSError):  # held while this writer lives; some file systems have none
+                    fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BaseException:
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:
-            self._stream.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+            with contextlib.suppress(OSError):  # a full disk fails here again, and was reported
+                self._stream.close()
+        if hasattr(self, "folder"):
+            shutil.rmtree(self.folder, ignore_errors=True)
+        for parent in self._made:
+            with contextlib.suppress(OSError):
+                parent.rmdir()  # fails where something is inside: the artifact
 
     def add_file(self, path: str, data: bytes) -> None:
         """Adds a file at a relative path, forward slashes."""
@@ -86,7 +100,6 @@ class ArtifactWriter:
         with _explained(self.path):
             self._stream.flush()
             os.fsync(self._stream.fileno())
-            self._stream.close()
             manifest = msgspec.structs.replace(
                 manifest, files=dict(sorted(self.files.items())), weights=tuple(self.weights),
                 weights_bytes=self._weights_bytes, weights_crc32=tuple(self._crc),
@@ -112,22 +125,42 @@ class ArtifactWriter:
             data = data[len(part) :]
 
 
+def _require_replaceable(path: Path) -> None:
+    if not path.exists() or (path / "manifest.json").is_file():
+        return
+    if not path.is_dir() or any(path.iterdir()):
+        raise ArtifactError(f"{path} exists and is no artifact: name another folder with -o")
+
+
 def _put_in_place(folder: Path, path: Path) -> None:
     """Renames; an older artifact is exchanged in one step, so that readers see one or the other."""
-    lock = path.parent / f".{path.name}.lock"
-    with open(lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if path.exists():
-            if _exchange(folder, path):
-                return  # the old one is now in the temporary folder, which the writer removes
+    with _locked(path):
+        if not path.exists():
+            os.rename(folder, path)
+        elif not _exchange(folder, path):
             old = folder.with_name(folder.name + ".old")
             os.rename(path, old)
             os.rename(folder, path)
             shutil.rmtree(old, ignore_errors=True)
-        else:
-            os.rename(folder, path)
-        with contextlib.suppress(OSError):
-            lock.unlink()
+        # After an exchange the old one is in the temporary folder, which the writer removes.
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One writer at a time puts a folder in its place."""
+    lock = path.parent / f".{path.name}.lock"
+    while True:
+        with open(lock, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Whoever held it before removed it: another writer may hold a newer one of that name.
+            if not lock.exists() or not os.path.samestat(os.fstat(file.fileno()), os.stat(lock)):
+                continue
+            try:
+                yield
+            finally:
+                with contextlib.suppress(OSError):
+                    lock.unlink()
+            return
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -138,12 +171,29 @@ def _exchange(a: Path, b: Path) -> bool:
 
 
 def _remove_stale(path: Path) -> None:
-    """Removes what killed compiles of the same name left: folders whose process is gone."""
+    """Removes what killed compiles of the same name left: folders that no live process writes."""
     pattern = re.compile(re.escape(f".{path.name}.tmp-") + r"(\d+)-[0-9a-f]+(\.old)?$")
     for entry in path.parent.iterdir():
         match = pattern.match(entry.name)
-        if match and not Path(f"/proc/{match[1]}").exists():
+        # In a container every compile may have the same process id.
+        if not match or (int(match[1]) != os.getpid() and Path(f"/proc/{match[1]}").exists()) or _is_locked(entry):
+            continue
+        if match[2] and not path.exists():  # killed between two renames: the only whole artifact
+            os.rename(entry, path)
+        else:
             shutil.rmtree(entry, ignore_errors=True)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a writer in another container, whose process id means nothing here, holds the folder."""
+    try:
+        with open(folder / "weights.bin", "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 @contextlib.contextmanager

@@ -67,7 +67,8 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     artifact = open_artifact(options.artifact)
     model = options.served_model_name or os.path.basename(os.path.abspath(options.artifact))
     tokenizer, template, config = _text(artifact)
-    settings = Settings(model, artifact.manifest.model.max_model_len, key, options.max_num_queued_reqs, config)
+    limits = artifact.manifest.model
+    settings = Settings(model, limits.max_model_len, limits.vocab_size, key, options.max_num_queued_reqs, config)
     engine = EngineClient(str(artifact.path), options.max_num_seqs)
     server = Server(settings, engine, tokenizer, template, Metrics(options.metrics_prefix, model))
 

@@ -40,6 +40,7 @@ class Settings:
 
     model: str
     max_model_len: int
+    vocab_size: int
     api_key: str | None = None
     max_num_queued_reqs: int = 256
     generation_config: dict[str, Any] = field(default_factory=dict)
@@ -197,7 +198,11 @@ class Server:
                 f"the prompt has {longest} tokens, the model was compiled for {self.settings.max_model_len}",
                 param="messages" if kind == "chat" else "prompt", code="context_length_exceeded",
             )  # fmt: skip
+        vocab = self.settings.vocab_size
+        if not all(0 <= t < vocab for prompt in prompts for t in prompt):
+            raise BadRequest(f"the prompt holds a token id outside 0..{vocab - 1}", param="prompt")
         params = protocol.sampling_params(asked, self.settings.generation_config, room)
+        params.check_vocab(vocab)
         count = len(prompts) * params.n
         if self.engine.unfinished + count > self.settings.max_num_queued_reqs:
             response = _error("too many requests are waiting", 429, code="rate_limit_exceeded")

@@ -14,19 +14,12 @@ from aotc.ir.interpret import interpret
 from aotc.ir.text import parse_graph
 from aotc.verifier import decoder_inputs, weight_reader
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 200, "hidden_size": 72,
-    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 64, "hidden_act": "silu",
-    "tie_word_embeddings": True, "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module", params=["f32", "bf16"])
-def artifact(request, tmp_path_factory):
+def artifact(request, tmp_path_factory, tiny_config):
     """A tiny Llama with 9 heads over 3, compiled for two GPU architectures and this CPU in one artifact."""
     folder = tmp_path_factory.mktemp(request.param)
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(tiny_config))
     arguments = ["compile", str(folder), "--weights", "random:7", "--arch", "sm80,sm90,cpu", "--dtype", request.param]
     arguments += ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "-o", str(folder / "artifact"), "--quiet"]
     assert main(arguments) == 0

@@ -1,0 +1,131 @@
+"""An engine process without a model: `fake_engine.py FD FOLDER MAX_NUM_SEQS`, for tests of the server.
+
+It answers with its prompt, over and over, from an offset that seed and choice decide where the temperature is not 0.
+Words in the prompt make it misbehave at output number N: `eos:N` ends, `nan:N` gives no valid token, `die:N` ends the
+process the first time and `kill:N` every time. `slow` takes 20 ms a step, `stuck` never returns. What happens is
+written to FOLDER/log, a JSON line each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from aotc.runtime.engine import Engine
+from aotc.runtime.sequence import Request, Row, Sequence
+from aotc.runtime.server.engine_process import Channel, serve
+from aotc.runtime.server.messages import Ready
+
+EOS, VOCAB, MAX_MODEL_LEN = 257, 258, 200
+_COMMAND = re.compile(r"(eos|nan|die|kill):(\d+)")
+
+
+@dataclass
+class Result:
+    token: np.ndarray
+    logprobs: np.ndarray
+    logprob_ids: np.ndarray
+
+
+def text_of(ids) -> str:
+    """ASCII without blanks: the tests' tokenizer numbers those characters from '!' on."""
+    return "".join(chr(i + 33) if i < 94 else " " for i in ids)
+
+
+class FakeExecutor:
+    """A device whose model echoes."""
+
+    max_num_batched_tokens, max_model_len, vocab_size = 64, MAX_MODEL_LEN, VOCAB
+
+    def __init__(self, folder: Path, max_num_seqs: int) -> None:
+        self.folder, self.max_num_seqs = folder, max_num_seqs
+
+    def start(self, sequence: Sequence) -> None:
+        pass
+
+    def step(self, rows: list[Row]) -> Result:
+        count = len(rows)
+        ids, logprobs = np.full((count, 21), -1, np.int32), np.full((count, 21), -2.0, np.float32)
+        result = Result(np.zeros(count, np.int32), logprobs, ids)
+        for n, row in enumerate(rows):
+            if row.samples:
+                result.token[n] = self._token(row.sequence)
+            ids[n, 0], logprobs[n, 0] = result.token[n], -0.5
+            ids[n, 1:6] = range(1, 6)
+        return result
+
+    def _token(self, sequence: Sequence) -> int:
+        request, number = sequence.request, len(sequence.outputs)
+        text = text_of(request.prompt_token_ids)
+        if "slow" in text:
+            time.sleep(0.02)
+        if "stuck" in text:
+            time.sleep(600)
+        for word, at in _COMMAND.findall(text):
+            if number == int(at):
+                if word == "eos":
+                    return EOS
+                if word == "nan":
+                    return -1
+                flag = self.folder / "died"
+                if word == "kill" or not flag.exists():
+                    flag.touch()
+                    os._exit(1)
+        shift = 0 if request.params.greedy else 7 * request.seed + request.choice
+        return request.prompt_token_ids[(number + shift) % sequence.prompt_len]
+
+
+class LoggingEngine(Engine):
+    """Writes down what the server asked for."""
+
+    def __init__(self, executor: FakeExecutor) -> None:
+        super().__init__(executor, (EOS,))
+        self._log = executor.folder / "log"
+
+    def log(self, event: str, **fields) -> None:
+        with open(self._log, "a") as file:
+            file.write(json.dumps({"event": event, **fields}) + "\n")
+
+    def submit(self, request: Request) -> None:
+        self.log("submit", id=request.request_id, prompt=text_of(request.prompt_token_ids), choice=request.choice)
+        super().submit(request)
+
+    def cancel(self, request_id: str) -> bool:
+        known = super().cancel(request_id)
+        self.log("cancel", id=request_id, known=known, free=self.scheduler.free_slots)
+        return known
+
+
+def main() -> None:
+    descriptor, folder, seqs = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    channel = Channel(socket.socket(fileno=descriptor))
+    engine = LoggingEngine(FakeExecutor(folder, seqs))
+    engine.log("start", pid=os.getpid())
+    if (folder / "refuse").exists():
+        os._exit(2)
+    if (folder / "crash").exists():
+        os._exit(1)
+    channel.send(Ready({"weights": 1}))
+    if (folder / "babble").exists():
+        (folder / "babble").unlink()
+        channel._socket.sendall(b"\x03\0\0\0abc")
+    with contextlib.suppress(EOFError, ConnectionError):
+        serve(engine, channel, seqs)
+    engine.log("end")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

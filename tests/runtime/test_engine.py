@@ -1,0 +1,318 @@
+"""The engine and its scheduler over a fake device whose next token is a hash of the history."""
+
+import zlib
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from aotc.errors import RequestError
+from aotc.runtime.engine import Engine
+from aotc.runtime.sampling import SamplingParams
+from aotc.runtime.sequence import Request
+
+VOCAB = 50
+EOS = 7
+
+
+def next_token(history, seed=0):
+    """What the fake model says after `history`."""
+    return zlib.crc32(np.array([seed, *history], np.int64).tobytes()) % VOCAB
+
+
+@dataclass
+class Result:
+    token: np.ndarray
+    logprobs: np.ndarray
+    logprob_ids: np.ndarray
+
+
+@dataclass
+class FakeExecutor:
+    """Keeps a cache of tokens a slot and checks every step against it: order, budget, slots."""
+
+    max_num_seqs: int = 3
+    max_num_batched_tokens: int = 8
+    max_model_len: int = 40
+    vocab_size: int = VOCAB
+    poisoned: frozenset[str] = frozenset()
+    cache: dict[int, list[int]] = field(default_factory=dict)
+    steps: list[list[tuple[str, int, bool]]] = field(default_factory=list)
+
+    def start(self, sequence):
+        assert 0 <= sequence.slot < self.max_num_seqs
+        self.cache[sequence.slot] = []
+
+    def step(self, rows):
+        assert 0 < len(rows) <= self.max_num_seqs
+        assert 0 < sum(r.count for r in rows) <= self.max_num_batched_tokens
+        assert len({r.sequence.slot for r in rows}) == len(rows)
+        result = Result(np.zeros(len(rows), np.int32), np.zeros((len(rows), 21), np.float32),
+                        np.full((len(rows), 21), -1, np.int32))  # fmt: skip
+        for n, (sequence, start, count, samples) in enumerate(rows):
+            cache = self.cache[sequence.slot]
+            assert count > 0 and start == len(cache)
+            cache += sequence.tokens[start : start + count]
+            assert samples == (cache == sequence.tokens)
+            poisoned = sequence.request.request_id in self.poisoned
+            result.token[n] = -1 if poisoned else next_token(cache, sequence.request.seed)
+            result.logprob_ids[n, :3] = result.token[n], 1, 2
+            result.logprobs[n, :3] = -0.5, -0.25, -1
+        self.steps.append([(r.sequence.request.request_id, r.count, r.samples) for r in rows])
+        return result
+
+
+def request(name, prompt, seed=0, **fields):
+    return Request(name, tuple(prompt), SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **fields}), seed)
+
+
+def run(engine, outputs=None, steps=500):
+    """Steps until all is done; returns request id -> list of its outputs."""
+    outputs = {} if outputs is None else outputs
+    while engine.has_work:
+        steps -= 1
+        assert steps, "the engine makes no progress"
+        for output in engine.step():
+            outputs.setdefault(output.request_id, []).append(output)
+    return outputs
+
+
+def tokens(outputs, name):
+    return [o.token_id for o in outputs.get(name, [])]
+
+
+def expected(prompt, count, seed=0):
+    history = list(prompt)
+    for _ in range(count):
+        history.append(next_token(history, seed))
+    return history[len(prompt) :]
+
+
+def all_free(engine, executor):
+    return engine.scheduler.free_slots == executor.max_num_seqs and not engine.has_work
+
+
+def make(eos=(EOS,), **fields):
+    executor = FakeExecutor(**fields)
+    return Engine(executor, eos), executor
+
+
+def test_one_request():
+    engine, executor = make()
+    engine.submit(request("a", [1, 2, 3]))
+    out = run(engine)["a"]
+    assert [o.token_id for o in out] == expected([1, 2, 3], 6)
+    assert [o.finish_reason for o in out] == [None] * 5 + ["length"]
+    assert all(o.logprobs == () and o.stop_reason is None for o in out)
+    assert executor.steps == [[("a", 3, True)], *[[("a", 1, True)]] * 5]
+    assert all_free(engine, executor) and engine.step() == []
+
+
+def test_requests_join_and_leave_a_running_batch():
+    engine, executor = make(max_num_seqs=2)
+    engine.submit(request("a", [1, 2], max_tokens=2))
+    engine.submit(request("b", [3], max_tokens=5))
+    engine.submit(request("c", [4, 5], max_tokens=2))
+    out = run(engine)
+    assert [sorted(name for name, *_ in step) for step in executor.steps] == [
+        ["a", "b"], ["a", "b"], ["b", "c"], ["b", "c"], ["b"],
+    ]  # fmt: skip
+    for name, prompt, count in (("a", [1, 2], 2), ("b", [3], 5), ("c", [4, 5], 2)):
+        assert tokens(out, name) == expected(prompt, count)
+    assert all_free(engine, executor)
+
+
+def test_a_long_prompt_comes_in_chunks_and_decoding_goes_on():
+    engine, executor = make(max_num_batched_tokens=4, max_num_seqs=2)
+    engine.submit(request("short", [1], max_tokens=8))
+    out = {}
+    for o in engine.step():
+        out.setdefault(o.request_id, []).append(o)
+    prompt = list(range(10))
+    engine.submit(request("long", prompt, max_tokens=2))
+    run(engine, out)
+    assert executor.steps[1:5] == [
+        [("short", 1, True), ("long", 3, False)], [("short", 1, True), ("long", 3, False)],
+        [("short", 1, True), ("long", 3, False)], [("short", 1, True), ("long", 1, True)],
+    ]  # fmt: skip
+    assert tokens(out, "long") == expected(prompt, 2) and tokens(out, "short") == expected([1], 8)
+
+
+def test_requests_start_in_the_order_they_came():
+    engine, executor = make(max_num_seqs=1)
+    for name in "abcd":
+        engine.submit(request(name, [1], max_tokens=1))
+    run(engine)
+    assert [step[0][0] for step in executor.steps] == list("abcd")
+
+
+def test_cancelling_while_waiting_prefilling_and_running():
+    engine, executor = make(max_num_seqs=2, max_num_batched_tokens=4)
+    engine.submit(request("running", [1], max_tokens=20))
+    engine.submit(request("prefilling", range(12)))
+    engine.submit(request("waiting", [2]))
+    engine.step()
+    assert [s.request.request_id for s in engine.scheduler.running] == ["running", "prefilling"]
+    assert len(engine.scheduler.waiting) == 1 and engine.scheduler.free_slots == 0
+    assert engine.cancel("prefilling") and engine.scheduler.free_slots == 1
+    assert engine.cancel("waiting") and not engine.scheduler.waiting
+    engine.submit(request("next", [9], max_tokens=3))
+    engine.step()
+    assert engine.cancel("running")
+    assert not engine.cancel("running") and not engine.cancel("nobody")
+    out = run(engine)
+    assert set(out) == {"next"} and all_free(engine, executor)
+
+
+def test_stop_ids_and_the_end_of_sequence():
+    prompt = [3, 1, 4]
+    said = expected(prompt, 6)
+    engine, executor = make(eos=(said[2],))
+    stop = said[1]
+    assert stop not in said[:1] and said[2] not in said[:2]
+    engine.submit(request("stop", prompt, stop_token_ids=(stop,)))
+    engine.submit(request("eos", prompt, ignore_eos=False))
+    engine.submit(request("ignored", prompt))
+    out = run(engine)
+    assert tokens(out, "stop") == said[:2]
+    assert (out["stop"][-1].finish_reason, out["stop"][-1].stop_reason) == ("stop", stop)
+    assert tokens(out, "eos") == said[:3]
+    assert (out["eos"][-1].finish_reason, out["eos"][-1].stop_reason) == ("stop", said[2])
+    assert tokens(out, "ignored") == said and out["ignored"][-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("least", [0, 1, 2, 3])
+def test_min_tokens_lets_no_stop_through_before(least):
+    prompt = [3, 1, 4]
+    said = expected(prompt, 6)
+    engine, _ = make()
+    engine.submit(request("a", prompt, stop_token_ids=tuple(set(said)), min_tokens=least))
+    assert tokens(run(engine), "a") == said[: least + 1]
+
+
+def test_bans_hold_what_min_tokens_forbids():
+    engine, _ = make(eos=(7, 9))
+    engine.submit(request("a", [1], min_tokens=2, stop_token_ids=(3,), logit_bias={4: 1.5}))
+    engine.step()
+    (sequence,) = engine.scheduler.running
+    assert sequence.bans is not None and sequence.bans.tolist() == [3, 7, 9]
+    assert sequence.bias is not None and sequence.bias[0].tolist() == [4] and sequence.bias[1].tolist() == [1.5]
+
+
+def test_length_is_max_tokens_or_what_the_model_holds():
+    engine, executor = make(max_model_len=10)
+    engine.submit(request("context", range(7), max_tokens=None))
+    engine.submit(request("limit", range(7), max_tokens=2))
+    engine.submit(request("more", range(7), max_tokens=2**31 - 1))
+    engine.submit(request("edge", range(9), max_tokens=5))
+    out = run(engine)
+    assert {n: len(o) for n, o in out.items()} == {"context": 3, "limit": 2, "more": 3, "edge": 1}
+    assert {o[-1].finish_reason for o in out.values()} == {"length"}
+    assert max(map(len, executor.cache.values())) < 10
+
+
+def test_a_stop_on_the_last_token_is_a_stop():
+    said = expected([1], 3)
+    engine, _ = make()
+    engine.submit(request("a", [1], max_tokens=3, stop_token_ids=(said[2],)))
+    assert run(engine)["a"][-1].finish_reason == "stop"
+
+
+def test_nan_fails_its_request_alone():
+    engine, executor = make(poisoned=frozenset(["bad"]))
+    engine.submit(request("good", [1, 2]))
+    engine.submit(request("bad", range(12)))
+    engine.submit(request("late", [5]))
+    out = run(engine)
+    (bad,) = out["bad"]
+    assert (bad.token_id, bad.finish_reason, bad.logprobs) == (-1, "error", ())
+    assert tokens(out, "good") == expected([1, 2], 6) and tokens(out, "late") == expected([5], 6)
+    assert all_free(engine, executor)
+
+
+def test_logprobs_are_the_sampled_one_and_those_asked_for():
+    engine, _ = make()
+    for asked in (None, 0, 1, 5):
+        engine.submit(request(f"{asked}", [1], logprobs=asked, max_tokens=1))
+    out = run(engine)
+    said = expected([1], 1)[0]
+    everything = ((said, -0.5), (1, -0.25), (2, -1.0))
+    got = {name: o[0].logprobs for name, o in out.items()}
+    assert got == {"None": (), "0": everything[:1], "1": everything[:2], "5": everything}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message"),
+    [
+        ([], {}, "no tokens"),
+        (range(40), {}, "40 tokens; the model was compiled for 40"),
+        ([VOCAB], {}, f"outside 0..{VOCAB - 1}"),
+        ([-1], {}, f"outside 0..{VOCAB - 1}"),
+        ([1 << 70], {}, f"outside 0..{VOCAB - 1}"),
+        ([1], {"stop_token_ids": (VOCAB,)}, "stop_token_ids must hold token ids below"),
+        ([1], {"logit_bias": {VOCAB: 1.0}}, "logit_bias must hold token ids below"),
+    ],
+)
+def test_what_can_never_run_is_refused(prompt, fields, message):
+    engine, executor = make()
+    with pytest.raises(RequestError, match=message):
+        engine.submit(request("a", prompt, **fields))
+    assert all_free(engine, executor)
+
+
+def test_a_device_that_fails_to_start_a_sequence_keeps_no_slot(monkeypatch):
+    engine, executor = make()
+    monkeypatch.setattr(executor, "start", lambda sequence: 1 / 0)
+    engine.submit(request("a", [1]))
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert engine.cancel("a")
+    assert all_free(engine, executor)
+
+
+REQUESTS = st.lists(
+    st.fixed_dictionaries({
+        "prompt": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
+        "seed": st.integers(0, 3),
+        "max_tokens": st.none() | st.integers(1, 12),
+        "min_tokens": st.integers(0, 1),
+        "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=4).map(tuple),
+        "ignore_eos": st.booleans(),
+        "arrives": st.integers(0, 10),
+        "cancelled": st.none() | st.integers(0, 12),
+    }),
+    min_size=1, max_size=8,
+)  # fmt: skip
+
+
+@settings(max_examples=60)
+@given(REQUESTS, st.integers(1, 4), st.integers(1, 9), st.sets(st.integers(0, 7), max_size=1))
+def test_outputs_equal_those_of_each_request_alone(asked, seqs, budget, bad):
+    """Whatever runs beside it, arrives, is cancelled or fails: a request's tokens do not change."""
+    wanted = []
+    for n, fields in enumerate(asked):
+        options = {k: v for k, v in fields.items() if k not in ("prompt", "seed", "arrives", "cancelled")}
+        wanted.append(request(f"r{n}", fields["prompt"], fields["seed"], **options))
+    poisoned = frozenset(f"r{n}" for n in bad)
+    engine, executor = make(max_num_seqs=seqs, max_num_batched_tokens=budget, poisoned=poisoned)
+    out = {}
+    for clock in range(1000):
+        for item, fields in zip(wanted, asked, strict=True):
+            if fields["arrives"] == clock:
+                engine.submit(item)
+            if fields["cancelled"] is not None and clock == fields["arrives"] + fields["cancelled"]:
+                engine.cancel(item.request_id)
+        for output in engine.step():
+            out.setdefault(output.request_id, []).append(output)
+        if clock > 10 and not engine.has_work:
+            break
+    assert all_free(engine, executor)
+    for item, fields in zip(wanted, asked, strict=True):
+        alone, _ = make(poisoned=poisoned)
+        alone.submit(item)
+        full = run(alone)[item.request_id]
+        got = out.get(item.request_id, [])
+        assert got == full[: len(got)]
+        assert len(got) == len(full) or fields["cancelled"] is not None
