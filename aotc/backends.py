@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
+import msgspec
+
 from aotc.artifact.manifest import ProgramEntry, TargetEntry
 from aotc.artifact.plan import Plan, encode_plan
 from aotc.artifact.writer import ArtifactWriter
-from aotc.ir.graph import Node
 from aotc.ir.program import Program
 from aotc.ir.sizes import upper_bound
-from aotc.passes.fuse import is_packed_linear
+from aotc.ir.templates import Templates
+from aotc.passes.fuse import PACKED
 from aotc.passes.runner import dump
 from aotc.planner import CudaKernels, Placement, make_cuda_plan, make_plan
 from aotc.target import Target
@@ -37,8 +40,9 @@ class Backend(Protocol):
 
     device: str
 
-    def linear(self, node: Node) -> bool:
-        """Whether the matmul template computes a node."""
+    @property
+    def templates(self) -> Templates:
+        """What its templates compute."""
         ...
 
     def write(self, target: Target, work: Work) -> TargetEntry:
@@ -51,8 +55,7 @@ class CpuBackend:
 
     device = "cpu"
 
-    def linear(self, node: Node) -> bool:
-        return is_packed_linear(node)
+    templates = PACKED
 
     def write(self, target: Target, work: Work) -> TargetEntry:
         from aotc.codegen.cpu.library import build
@@ -73,13 +76,15 @@ class CudaBackend:
 
     device = "cuda"
 
-    def linear(self, node: Node) -> bool:
-        from aotc.codegen.cuda.render import is_linear_for_tensor_cores
+    @property
+    def templates(self) -> Templates:
+        from aotc.codegen.cuda.render import TEMPLATES
 
-        return is_linear_for_tensor_cores(node)
+        return TEMPLATES
 
     def write(self, target: Target, work: Work) -> TargetEntry:
         from aotc.codegen.cuda.build import compile_sources
+        from aotc.codegen.cuda.frame import waits
         from aotc.codegen.cuda.launch import dim_order, launches, render_program
 
         dims = dim_order(work.programs)
@@ -90,16 +95,20 @@ class CudaBackend:
         for symbol, cubin in cubins.items():
             work.writer.add_file(f"kernels/{target.name}/{symbol}.cubin", cubin.data)
             dump(f"{target.name}_{symbol}.py", sources[symbol].text)
-        plans = []
+        plans, counters = [], 0
         for program, of_program in zip(work.programs, rendered, strict=True):
-            kernels = CudaKernels({}, {}, dims)
+            kernels = CudaKernels({}, {}, {}, {}, dims)
             for name, launch in launches(of_program, cubins).items():
                 facts = {k: v for k, v in asdict(cubins[launch.symbol]).items() if k not in ("data", "name")}
                 grid = list(launch.grid_at(program.dims))
                 kernels.meta[name] = {"cubin": f"kernels/{target.name}/{launch.symbol}.cubin", "grid": grid, **facts}
+                kernels.meta[name]["waits"] = waits(target.name)
                 kernels.scratch[name] = upper_bound(launch.scratch_bytes, program.dims)
+                kernels.counters[name] = upper_bound(launch.counter_bytes, program.dims)
+                kernels.triton[name] = cubins[launch.symbol].global_scratch_bytes * math.prod(grid)
+                counters = max(counters, kernels.counters[name])
             plans.append(make_cuda_plan(program, kernels, work.placement))
-        return _entry(target, plans, "", 0, work)
+        return msgspec.structs.replace(_entry(target, plans, "", 0, work), dims=dims, counter_bytes=counters)
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": CpuBackend, "cuda": CudaBackend}

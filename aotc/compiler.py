@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from aotc.artifact.manifest import FORMAT_VERSION, Manifest, State, StateField
@@ -11,10 +11,11 @@ from aotc.artifact.manifest import Model as ModelEntry
 from aotc.artifact.writer import ArtifactWriter
 from aotc.backends import BACKENDS, Progress, Work
 from aotc.frontend.model import Model, read_logical
-from aotc.ir.graph import Graph, Node
+from aotc.ir.graph import Graph
 from aotc.ir.interpret import interpret
 from aotc.ir.packing import PACKINGS as LAYOUTS
 from aotc.ir.program import Program
+from aotc.ir.templates import Templates
 from aotc.passes import (
     MODEL_PASSES,
     PACKINGS,
@@ -26,7 +27,7 @@ from aotc.passes import (
     pack_weights,
     split_weights,
 )
-from aotc.passes.fuse import is_packed_linear
+from aotc.passes.fuse import PACKED
 from aotc.passes.runner import run_passes
 from aotc.passes.specialise import decode, extend
 from aotc.planner import Placement
@@ -66,7 +67,7 @@ def compile_model(
         prologue, main = split_weights(packed)
         work = Work(
             programs=[
-                make_program(g, backend.linear)
+                make_program(g, backend.templates)
                 for g in progress_over(list(_specialised(main, model, options)), f"programs {device}", progress)
             ],
             slot_bytes=state.slot_bytes if state else 0,
@@ -85,11 +86,11 @@ def compile_model(
     return writer.commit(manifest)
 
 
-def make_program(graph: Graph, linear: Callable[[Node], bool] = is_packed_linear) -> Program:
-    """A specialised graph as a planned program. `linear` says which linear layers the matmul template takes."""
+def make_program(graph: Graph, templates: Templates = PACKED) -> Program:
+    """A specialised graph as a planned program, fused for what a target's templates compute."""
 
     def fuse_for_target(g: Graph) -> Graph:
-        return fuse(g, linear)
+        return fuse(g, templates)
 
     program = lower(run_passes(graph, (canonicalize, fuse_for_target), graph.name))
     for function in PROGRAM_PASSES:
@@ -104,7 +105,7 @@ def _specialised(main: Graph, model: Model, options: Options) -> Iterator[Graph]
     for rows in options.decode_buckets:
         yield decode(main, rows)
     for tokens in options.extend_buckets:
-        yield extend(main, tokens)
+        yield extend(main, tokens, max(options.decode_buckets))
 
 
 def state_of(graph: Graph) -> State | None:

@@ -11,8 +11,8 @@ from aotc.artifact.manifest import TargetEntry
 from aotc.artifact.plan import Address, If, Instruction, Plan, Tensor, evaluate
 from aotc.artifact.reader import Artifact
 from aotc.codegen.cuda.fake_device import POISON, Request, run_request
+from aotc.codegen.cuda.frame import Source
 from aotc.codegen.cuda.launch import dim_order, render_program
-from aotc.codegen.cuda.render import Source
 from aotc.errors import ArtifactError
 from aotc.ir.dtypes import DTYPES
 from aotc.ir.program import Program
@@ -64,6 +64,7 @@ class CudaReplay:
         for tensor in plan.outputs:
             if plan.spaces[tensor.space].kind == "output":
                 blocks[_block(plan, tensor.space)] = np.full(_nbytes(tensor, dims), POISON, np.uint8)
+        blocks["counters"] = np.zeros(self._target.counter_bytes, np.uint8)
         if self._fields:
             state = np.full((dims["slots"], self._slot), POISON, np.uint8)
             for name, field in self._fields.items():
@@ -82,7 +83,8 @@ class CudaReplay:
             kernel = plan.kernels[step.kernel]
             source = self._source(kernel.symbol)
             # The two last arguments are Triton's own scratch pointers, which its interpreter does not take.
-            places = [(_block(plan, a.space), a.offset) for a in step.args if isinstance(a, Address)]
+            addresses = [a for a in step.args[:-2] if isinstance(a, Address)]
+            places = [(_block(plan, a.space), a.offset) for a in addresses]
             steps.append(
                 ("call", kernel.symbol, tuple(kernel.meta["grid"]), list(zip(source.signature, places, strict=True)))
             )

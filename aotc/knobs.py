@@ -49,3 +49,8 @@ def log_level() -> str | None:
     if value not in LOG_LEVELS:
         raise AotcError(f"AOTC_LOG is {value!r}; set it to one of {', '.join(LOG_LEVELS)}")
     return value
+
+
+def api_key() -> str | None:
+    """AOTC_API_KEY: the key that clients of `aotc serve` must send; unset means that none is asked for."""
+    return os.environ.get("AOTC_API_KEY") or None

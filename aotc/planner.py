@@ -33,10 +33,13 @@ def make_plan(program: Program, dims_of: Mapping[str, tuple[str, ...]], placemen
 
 @dataclass(frozen=True)
 class CudaKernels:
-    """By kernel name: facts of its launch, and bytes of scratch. `dims` orders the dims on the device."""
+    """By kernel name: facts of its launch, bytes of scratch, of counters, of Triton's own scratch. `dims` orders the
+    dims on the device."""
 
     meta: dict[str, dict[str, Any]]
     scratch: dict[str, int]
+    counters: dict[str, int]
+    triton: dict[str, int]
     dims: tuple[str, ...]
 
 
@@ -129,11 +132,11 @@ class _CudaPlanner(_Planner):
         super().__init__(program, {}, placement)
         self.cuda = kernels
         self.dims_space = len(self.spaces)
-        self.spaces.append(P.Space("dims", "dims"))
+        self.spaces += [P.Space("dims", "dims"), P.Space("counters", "counters")]
 
     def plan(self) -> P.Plan:
         plan = super().plan()
-        largest = max((self.cuda.scratch[k] for k in self.kernels), default=0)
+        largest = max((self._after_scratch(k) + self.cuda.triton[k] for k in self.kernels), default=0)
         return msgspec.structs.replace(plan, arena_bytes=plan.arena_bytes + largest)
 
     def _kernel(self, name: str) -> P.Kernel:
@@ -142,11 +145,21 @@ class _CudaPlanner(_Planner):
         return P.Kernel(symbol, self.program.kernels[name].family, meta)
 
     def _more_args(self, kernel: str) -> list[P.Arg]:
-        """The dims' address, scratch where the kernel has some, then Triton's own two scratch pointers (null)."""
+        """Dims, counters and scratch where the kernel has some, then Triton's own two scratch pointers."""
         args: list[P.Arg] = [P.Address(self.dims_space, 0)]
+        if self.cuda.counters[kernel]:
+            args.append(P.Address(self.dims_space + 1, 0))
         if self.cuda.scratch[kernel]:
             args.append(P.Address(0, self.program.arena_bytes))
-        return [*args, P.Constant(0), P.Constant(0)]
+        if self.cuda.triton[kernel]:
+            own: P.Arg = P.Address(0, self.program.arena_bytes + self._after_scratch(kernel))
+        else:
+            own = P.Constant(0)
+        return [*args, own, P.Constant(0)]
+
+    def _after_scratch(self, kernel: str) -> int:
+        """Where Triton's scratch begins, behind the kernel's own; tensor maps lie at multiples of 128 bytes."""
+        return -(-(self.program.arena_bytes + self.cuda.scratch[kernel]) // 128) * 128 - self.program.arena_bytes
 
 
 def size_expr(size: Size) -> P.SizeExpr:

@@ -27,23 +27,23 @@ class RMSNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosines and sines [tokens, head_dim] of each position. `inv_freq` comes from `aotc.models.rope`."""
+    """Cosines and sines f32 [tokens, head_dim] of each position. `inv_freq` comes from `aotc.models.rope`."""
 
     def __init__(self, head_dim: int) -> None:
         super().__init__()
         self.register_buffer("inv_freq", torch.empty(head_dim // 2, dtype=torch.float32))
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions.float()[:, None] * self.inv_freq[None, :]  # type: ignore[index]
         angles = torch.cat([angles, angles], -1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [tokens, heads, d]."""
-    half = x.shape[-1] // 2
-    rotated = torch.cat([-x[..., half:], x[..., :half]], -1)
-    return x * cos[:, None, :] + rotated * sin[:, None, :]
+    """Rotary embedding of x [tokens, heads, d], computed in f32."""
+    wide, half = x.float(), x.shape[-1] // 2
+    rotated = torch.cat([-wide[..., half:], wide[..., :half]], -1)
+    return (wide * cos[:, None, :] + rotated * sin[:, None, :]).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, list[Tensor]]:
         step = Step(positions, rows, query_start, seq_lens, kv_index)
         embedded = self.model.embed_tokens(tokens)
-        rope = self.rotary(positions, embedded.dtype)
+        rope = self.rotary(positions)
         x = embedded.float()  # the residual stream stays f32: it costs little and keeps 16-bit models near f32
         caches = []
         for layer, cache in zip(self.model.layers, kv, strict=True):

@@ -16,7 +16,7 @@ MODEL_PASSES = (canonicalize, raise_composites, canonicalize, merge_dots, canoni
 """Once a model: what holds for every target and every program."""
 
 PROGRAM_PASSES = (plan_memory, place_barriers)
-"""Program to program, after `canonicalize`, `fuse` (with the target's linear layers) and `lower` made one."""
+"""Program to program, after `canonicalize`, `fuse` (for the target's templates) and `lower` made one."""
 
 PACKINGS = {
     "cpu": {"f32": "n16k1", "f16": "n16k1", "bf16": "n16k2"},

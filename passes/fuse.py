@@ -1,17 +1,19 @@
 """Groups nodes into fusions: each becomes one kernel of a template family.
 
-Families: `matmul` (a packed linear layer and its elementwise epilogue), `kv_append`, `attention`, `sample`, and
-`loops` for everything that a loop nest computes: elementwise work, views, gathers, reductions and what follows them.
+Families: `matmul` (a linear layer and its elementwise epilogue), `kv_append`, `attention`, `attention_decode` (both of
+them for one token a row), `sample`, and `loops` for everything that a loop nest computes: elementwise work, views,
+gathers, reductions and what follows them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from aotc.ir.graph import Graph, Node, Value
 from aotc.ir.ops import OPS
 from aotc.ir.ops.control import FusionAttrs
+from aotc.ir.sizes import product, upper_bound
+from aotc.ir.templates import Templates
 from aotc.ir.verify import linear_pairs
 from aotc.passes.pack_weights import is_linear
 
@@ -32,6 +34,7 @@ class Group:
     kind: str
     root: Node
     members: set[Node] = field(default_factory=set)
+    also: tuple[Node, ...] = ()  # members whose outputs are the kernel's too, after the root's
 
 
 def is_packed_linear(node: Node) -> bool:
@@ -39,17 +42,17 @@ def is_packed_linear(node: Node) -> bool:
     return is_linear(node) and node.inputs[1].type.packing is not None
 
 
-def fuse(graph: Graph, linear: Callable[[Node], bool] = is_packed_linear) -> Graph:
-    """The graph as fusions, plus reshapes (which stay views of memory) and control flow.
+PACKED = Templates(is_packed_linear)
 
-    `linear` says which linear layers the target's matmul template computes; others become loops.
-    """
-    return _Fuser(graph, linear).run()
+
+def fuse(graph: Graph, templates: Templates = PACKED) -> Graph:
+    """The graph as fusions, plus reshapes (which stay views of memory) and control flow."""
+    return _Fuser(graph, templates).run()
 
 
 class _Fuser:
-    def __init__(self, graph: Graph, linear: Callable[[Node], bool]) -> None:
-        self.linear = linear
+    def __init__(self, graph: Graph, templates: Templates) -> None:
+        self.templates = templates
         self.graph, self.users, self.producer = graph, graph.users(), graph.producers()
         self.external = set(graph.outputs)
         self.group: dict[Node, Group] = {}
@@ -57,8 +60,10 @@ class _Fuser:
 
     def run(self) -> Graph:
         for node in self.graph.nodes:
-            if self.linear(node):
+            if self.templates.linear(node):
                 self._grow_epilogue(node)
+            elif node.op == "attention" and self.templates.attention_decode:
+                self._join_append(node)
         for node in reversed(self.graph.nodes):
             if node not in self.group and node.op not in VIEWS and node.op != "if":
                 self._place(node)
@@ -74,7 +79,27 @@ class _Fuser:
                 break
             group.members.update(following)
             group.root = following[-1]
+        self._take_norm(group, dot)
         self.group.update((n, group) for n in group.members)
+
+    def _take_norm(self, group: Group, dot: Node) -> None:
+        """rms_norm -> matmul of few rows: each block of the matmul normalises the rows for itself."""
+        norm = self.producer.get(dot.inputs[0])
+        rows = upper_bound(product(dot.inputs[0].type.shape[:-1]), self.graph.dims)
+        if norm is None or norm.op != "rms_norm" or rows > self.templates.norm_rows:
+            return
+        if norm.out not in self.external and self.users[norm.out] == [dot]:
+            group.members.add(norm)
+
+    def _join_append(self, attention: Node) -> None:
+        """kv_append -> attention over one token a row: the kernel that attends writes keys and values as well."""
+        append = self.producer.get(attention.inputs[1])
+        q, seq_lens = attention.inputs[0], attention.inputs[3]
+        if append is None or append.op != "kv_append" or q.type.shape[0] != seq_lens.type.shape[0]:
+            return
+        if self.users[append.out] == [attention]:
+            group = Group("attention_decode", attention, {attention, append}, (append,))
+            self.group.update((n, group) for n in group.members)
 
     def _next_elementwise(self, value: Value, readers: list[Node]) -> list[Node]:
         if len(readers) == 1 and _is_elementwise(readers[0]) and readers[0].out.type.shape == value.type.shape:
@@ -136,8 +161,8 @@ class _Fuser:
             # A reduction is computed once a row: only readers that walk the same elements may take it in.
             same = _is_elementwise(read.reader) and read.reader.out.type.shape == node.out.type.shape
             return same and read.value is node.out and group.kind == "loops" and not _reduces(group)
-        if node.op in MOVES:
-            return True
+        if node.op in MOVES or (node.op == "convert" and (read.reader.op == "rope" or _is_elementwise(read.reader))):
+            return True  # repeating it costs nothing
         if not _is_elementwise(node) and node.op != "rope":
             return False
         if read.times > 1 or read.reader.op in ("convolution", "dot_general", "reduce_window", "gather", "rope"):
@@ -197,8 +222,9 @@ def inlines(group: Group, reader: Node, value: Value) -> bool:
         return True
     if group.kind == "matmul":
         return reader.op != "dot_general"
-    if group.kind == "kv_append":
-        return reader is not group.root or (value in reader.inputs[1:3] and reader.inputs.count(value) == 1)
+    if group.kind in ("kv_append", "attention_decode"):
+        taken = {"kv_append": reader.inputs[1:3], "attention": reader.inputs[:1]}.get(reader.op)
+        return taken is None or (value in taken and reader.inputs.count(value) == 1)
     return False
 
 
@@ -239,16 +265,20 @@ def build_fusion(group: Group, groups: dict[Node, Group], producer: dict[Value, 
         for n in nodes
     )
     root = group.root
-    names = tuple(f"o{i}" for i in range(len(root.outputs)))
-    aliases = tuple((names[o], local[root.inputs[i]].name) for o, i in linear_pairs(root))
+    outputs = (*root.outputs, *(v for n in group.also for v in n.outputs))
+    names = tuple(f"o{i}" for i in range(len(outputs)))
+    aliases = tuple(
+        (names[outputs.index(n.outputs[o])], local[n.inputs[i]].name)
+        for n in (root, *group.also) for o, i in linear_pairs(n)
+    )  # fmt: skip
     graph = Graph(
         group.kind,
         (),
         tuple(local[v] for v in inputs),
-        tuple(local[v] for v in root.outputs),
+        tuple(local[v] for v in outputs),
         names,
         inner_nodes,
         aliases=aliases,
     )
     sources = tuple(dict.fromkeys(s for n in nodes for s in n.sources))
-    return Node("fusion", inputs, root.outputs, FusionAttrs(group.kind, graph), sources)
+    return Node("fusion", inputs, outputs, FusionAttrs(group.kind, graph), sources)

@@ -18,10 +18,10 @@ def decode(graph: Graph, rows: int) -> Graph:
     return dead_code_free(replace(graph, nodes=nodes))
 
 
-def extend(graph: Graph, tokens: int) -> Graph:
-    """Up to `tokens` flat tokens in rows of any length."""
+def extend(graph: Graph, tokens: int, rows: int) -> Graph:
+    """Up to `tokens` flat tokens in at most `rows` rows of any length."""
     bounds = tuple(
-        Dim(d.name, d.lo, tokens if d.name == "tokens" else min(d.hi, tokens) if d.name == "rows" else d.hi)
+        Dim(d.name, d.lo, tokens if d.name == "tokens" else min(d.hi, tokens, rows) if d.name == "rows" else d.hi)
         for d in graph.dims
     )
     return replace(graph, name=f"extend_{tokens}", dims=bounds)

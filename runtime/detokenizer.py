@@ -16,6 +16,7 @@ from aotc.runtime.tokenizer import Tokenizer
 class _Decoder(Protocol):
     def push(self, token_id: int) -> str: ...
     def flush(self) -> str: ...
+    def token_bytes(self, token_id: int) -> bytes: ...
 
 
 class Detokenizer:
@@ -40,6 +41,10 @@ class Detokenizer:
         """The text that was held back. The next `push` starts anew."""
         return self._decoder.flush()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token adds to a text, special ones too: UTF-8 that may begin or end inside a character."""
+        return self._decoder.token_bytes(token_id)
+
 
 class StopStrings:
     """Cuts a stream of text at the first stop string, wherever pieces of the stream begin and end.
@@ -56,14 +61,18 @@ class StopStrings:
         self._matched = [0] * len(self._stops)  # how much of each stop string the stream ends with
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """(text to show, stop string or None). Nothing is to be pushed after a stop."""
+    def push(self, text: str, stops: bool = True) -> tuple[str, str | None]:
+        """(text to show, stop string or None). Nothing is to be pushed after a stop.
+
+        Without `stops`, a stop string that `text` completes does not count; one that it only begins may still stop
+        the stream later.
+        """
         if not self._held and self._beginnings.isdisjoint(text):
             return text, None
         pending = self._held + text
         for end in range(len(self._held), len(pending)):
             stopped_by = self._advance(pending[end])
-            if stopped_by is not None:
+            if stopped_by is not None and stops:
                 self.flush()
                 return pending[: end + 1 - (0 if self._include else len(stopped_by))], stopped_by
         shown = len(pending) - max(self._matched)
@@ -84,9 +93,11 @@ class StopStrings:
             while length and stop[length] != char:
                 length = failure[length - 1]
             length += stop[length] == char
+            if length == len(stop):
+                if completed is None or length > len(completed):
+                    completed = stop
+                length = failure[-1]  # where the stream goes on: the end of this one may begin the next
             self._matched[i] = length
-            if length == len(stop) and (completed is None or length > len(completed)):
-                completed = stop
         return completed
 
 
@@ -109,8 +120,11 @@ class _ByteLevel:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
+        return self._utf8.decode(self.token_bytes(token_id))
+
+    def token_bytes(self, token_id: int) -> bytes:
         token = self._tokenizer.token(token_id)
-        return "" if token is None else self._utf8.decode(_token_bytes(token))
+        return b"" if token is None else _token_bytes(token)
 
     def flush(self) -> str:
         text = self._utf8.decode(b"", final=True)
@@ -161,6 +175,14 @@ class _Windowed:
         text = self._show() if self._window else ""
         self._window, self._shown_ids, self._shown = [], 0, ""
         return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.token(token_id)
+        if token is not None and self._byte and self._byte.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        # Its second occurrence: decoders treat the start of a text specially.
+        once, twice = (self._tokenizer.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+        return twice[len(once) :].encode()
 
     def _show(self) -> str:
         text = self._tokenizer.decode(self._window, skip_special_tokens=False)

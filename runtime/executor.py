@@ -1,14 +1,16 @@
-"""Runs the steps of an LLM on the CPU: fills the step's inputs, picks the program, reads the sampled tokens."""
+"""Runs the steps of an LLM: fills the step's inputs, picks the program, reads the sampled tokens."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from aotc.artifact.manifest import ProgramEntry
+from aotc.artifact.manifest import ProgramEntry, TargetEntry
 from aotc.artifact.reader import Artifact
-from aotc.errors import ArtifactError, RequestError
+from aotc.errors import ArtifactError, DeviceError, RequestError
 from aotc.runtime.devices.cpu import CpuLibrary, CpuProgram, allocate
 from aotc.runtime.sampling import fill_row
 from aotc.runtime.sequence import Row, Sequence
@@ -43,47 +45,44 @@ class StepOutputs:
     logits: np.ndarray
 
 
-class CpuExecutor:
-    """All memory of a model, and its programs, loaded on first use; `warm` loads those that a first answer needs."""
+class DeviceExecutor(ABC):
+    """What devices have in common. `_start_device` allocates, `_load` binds a program, `_run` runs one."""
 
-    def __init__(self, artifact: Artifact, max_num_seqs: int) -> None:
+    inputs: StepInputs
+    outputs: StepOutputs
+
+    def __init__(self, artifact: Artifact, target: TargetEntry, max_num_seqs: int) -> None:
         manifest = artifact.manifest
         if manifest.state is None:
             raise ArtifactError(f"{artifact.path} is no language model")
-        self.artifact, self.model = artifact, manifest.model
-        self.target = artifact.cpu_target()
+        self.artifact, self.model, self.target = artifact, manifest.model, target
         self.max_num_seqs = min(max_num_seqs, self.model.max_rows)
         self.max_num_batched_tokens, self.max_model_len = self.model.max_tokens, self.model.max_model_len
         self.vocab_size = self.model.vocab_size
         self.slot_bytes = manifest.state.slot_bytes
         self._history = next(f.offset for f in manifest.state.fields if f.name == "history")
-        self._library = CpuLibrary(artifact.file(self.target.library), self.target.scratch_bytes)
-        self.weights = artifact.map_weights()
-        self._arena = allocate(self.target.arena_bytes)
-        self._state = allocate(self.slot_bytes * self.max_num_seqs)
-        rows = self.model.max_rows
-        self._step = allocate(layout(self.max_num_batched_tokens, rows)[1])
-        self.inputs = StepInputs(self._step, self.max_num_batched_tokens, rows)
-        self._logits = allocate(rows * self.vocab_size * 4)
-        self._token, self._logprobs, self._ids = (allocate(rows * 4 * n) for n in (1, LOGPROBS, LOGPROBS))
-        self.outputs = StepOutputs(
-            self._token.view(np.int32), self._logprobs.view(np.float32).reshape(rows, LOGPROBS),
-            self._ids.view(np.int32).reshape(rows, LOGPROBS), self._logits.view(np.float32).reshape(rows, self.vocab_size),
-        )  # fmt: skip
-        self._entries = sorted(self.target.programs, key=lambda p: (p.kind, p.bucket))
-        self._loaded: dict[str, CpuProgram] = {}
+        self._entries = sorted(target.programs, key=lambda p: (p.kind, p.bucket))
+        self._loaded: dict[str, Any] = {}
 
     @property
+    @abstractmethod
     def memory(self) -> Memory:
-        """Exact bytes of every allocation; weights are the mapped file."""
-        outputs = sum(a.nbytes for a in (self._logits, self._token, self._logprobs, self._ids))
-        return Memory(
-            self.weights.nbytes, self._arena.nbytes, self._state.nbytes, self._library.scratch.nbytes, self._step.nbytes,
-            outputs,
-        )  # fmt: skip
+        """Exact bytes of every allocation."""
 
-    def program(self, kind: str, size: int) -> CpuProgram:
-        """The smallest program of a kind that takes `size` rows or tokens."""
+    @abstractmethod
+    def start(self, sequence: Sequence) -> None:
+        """Writes the prompt into the slot's history, which penalties look at."""
+
+    @abstractmethod
+    def _load(self, entry: ProgramEntry) -> Any:
+        """A program on the executor's memory."""
+
+    @abstractmethod
+    def _run(self, program: Any, dims: dict[str, int], rows: list[Row]) -> None:
+        """Runs a program on what `inputs` holds; afterwards `outputs` holds what `rows` ask for."""
+
+    def program(self, kind: str, size: int) -> Any:
+        """The smallest program of a kind that takes `size` rows or tokens, loaded on first use."""
         for entry in self._entries:
             if entry.kind == kind and entry.bucket >= size:
                 if entry.name not in self._loaded:
@@ -96,23 +95,11 @@ class CpuExecutor:
         self.program("decode", 1)
         self.program("extend", 1)
 
-    def start(self, sequence: Sequence) -> None:
-        """Writes the prompt into the slot's history, which penalties look at."""
-        history = self.history(sequence.slot)
-        history[: sequence.prompt_len] = sequence.request.prompt_token_ids
-
-    def history(self, slot: int) -> np.ndarray:
-        """Token ids i32 [max_model_len] of a slot."""
-        begin = slot * self.slot_bytes + self._history
-        return self._state[begin : begin + 4 * self.max_model_len].view(np.int32)
-
     def step(self, rows: list[Row]) -> StepOutputs:
         """Runs one step. Results are indexed by row."""
         tokens = self._fill(rows)
-        if tokens == len(rows):
-            self.program("decode", tokens).run({"rows": tokens, "slots": self.max_num_seqs})
-        else:
-            self.program("extend", tokens).run({"tokens": tokens, "rows": len(rows), "slots": self.max_num_seqs})
+        dims = {"tokens": tokens, "rows": len(rows), "slots": self.max_num_seqs}
+        self._run(self.program("decode" if tokens == len(rows) else "extend", tokens), dims, rows)
         return self.outputs
 
     def _fill(self, rows: list[Row]) -> int:
@@ -131,6 +118,46 @@ class CpuExecutor:
             at = stop
         return at
 
+
+class CpuExecutor(DeviceExecutor):
+    """A model on the CPU: weights are the mapped file."""
+
+    def __init__(self, artifact: Artifact, max_num_seqs: int) -> None:
+        super().__init__(artifact, artifact.cpu_target(), max_num_seqs)
+        self._library = CpuLibrary(artifact.file(self.target.library), self.target.scratch_bytes)
+        self.weights = artifact.map_weights()
+        self._arena = allocate(self.target.arena_bytes)
+        self._state = allocate(self.slot_bytes * self.max_num_seqs)
+        rows = self.model.max_rows
+        self._step = allocate(layout(self.max_num_batched_tokens, rows)[1])
+        self.inputs = StepInputs(self._step, self.max_num_batched_tokens, rows)
+        self._logits = allocate(rows * self.vocab_size * 4)
+        self._token, self._logprobs, self._ids = (allocate(rows * 4 * n) for n in (1, LOGPROBS, LOGPROBS))
+        self.outputs = StepOutputs(
+            self._token.view(np.int32), self._logprobs.view(np.float32).reshape(rows, LOGPROBS),
+            self._ids.view(np.int32).reshape(rows, LOGPROBS), self._logits.view(np.float32).reshape(rows, self.vocab_size),
+        )  # fmt: skip
+
+    @property
+    def memory(self) -> Memory:
+        outputs = sum(a.nbytes for a in (self._logits, self._token, self._logprobs, self._ids))
+        return Memory(
+            self.weights.nbytes, self._arena.nbytes, self._state.nbytes, self._library.scratch.nbytes, self._step.nbytes,
+            outputs,
+        )  # fmt: skip
+
+    def start(self, sequence: Sequence) -> None:
+        history = self.history(sequence.slot)
+        history[: sequence.prompt_len] = sequence.request.prompt_token_ids
+
+    def history(self, slot: int) -> np.ndarray:
+        """Token ids i32 [max_model_len] of a slot."""
+        begin = slot * self.slot_bytes + self._history
+        return self._state[begin : begin + 4 * self.max_model_len].view(np.int32)
+
+    def _run(self, program: CpuProgram, dims: dict[str, int], rows: list[Row]) -> None:
+        program.run(dims)
+
     def _load(self, entry: ProgramEntry) -> CpuProgram:
         program = CpuProgram(self.artifact.plan(entry.plan), self._library)
         blocks = {
@@ -144,6 +171,31 @@ class CpuExecutor:
             else:
                 program.bind(space.kind, space.name, blocks[space.name].ctypes.data)
         return program
+
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def open_executor(artifact: Artifact, max_num_seqs: int, device: str = "auto") -> DeviceExecutor:
+    """The executor of a device. `auto` is the GPU where the artifact has code for one and there is one.
+
+    Raises ArtifactError and DeviceError.
+    """
+    if device not in DEVICES:
+        raise RequestError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+    inside = {t.device for t in artifact.manifest.targets}
+    if device == "cpu" or inside == {"cpu"} and device == "auto":
+        return CpuExecutor(artifact, max_num_seqs)
+    from aotc.runtime.cuda_executor import CudaExecutor
+    from aotc.runtime.devices.cuda import CudaDevice
+
+    try:
+        gpu = CudaDevice()
+    except DeviceError:
+        if device == "cuda" or "cpu" not in inside:
+            raise
+        return CpuExecutor(artifact, max_num_seqs)
+    return CudaExecutor(artifact, max_num_seqs, gpu)
 
 
 def _fill_sampler(row: np.void, sequence: Sequence, history_len: int) -> None:

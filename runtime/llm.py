@@ -13,7 +13,7 @@ from aotc.artifact.reader import Artifact
 from aotc.errors import ArtifactError, RequestError
 from aotc.runtime.detokenizer import Detokenizer, StopStrings
 from aotc.runtime.engine import Engine
-from aotc.runtime.executor import CpuExecutor, Memory
+from aotc.runtime.executor import Memory, open_executor
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import Request, TokenOutput
 
@@ -53,12 +53,16 @@ class Completion:
 
 @dataclass(eq=False)
 class TextStream:
-    """Turns the tokens of one request into text: whole characters only, stop strings cut off."""
+    """Turns the tokens of one request into text: whole characters only, stop strings cut off.
+
+    A stop string counts when a token after the first `min_tokens` completes it, as with vLLM.
+    """
 
     params: SamplingParams
     detokenizer: Detokenizer
     stops: StopStrings = field(init=False)
     stop_reason: int | str | None = None
+    count: int = 0
 
     def __post_init__(self) -> None:
         self.stops = StopStrings(self.params.stop, self.params.include_stop_str_in_output)
@@ -67,16 +71,18 @@ class TextStream:
         """The text that this token makes final. A stop string ends the answer with reason stop."""
         if output.finish_reason == "error":
             return Chunk(self.stops.flush(), (), "error")
+        self.count += 1
+        may_stop = self.count > self.params.min_tokens
         ended_by_id = output.finish_reason == "stop"
         text = "" if ended_by_id else self.detokenizer.push(output.token_id)
-        text, stop = self.stops.push(text)
+        text, stop = self.stops.push(text, may_stop)
         if stop is not None:
             self.stop_reason = stop
             return Chunk(text, (output.token_id,), "stop")
         if output.finish_reason is None:
             return Chunk(text, (output.token_id,), None)
         self.stop_reason = output.stop_reason
-        rest, stop = self.stops.push(self.detokenizer.flush())
+        rest, stop = self.stops.push(self.detokenizer.flush(), may_stop)
         text += rest
         if stop is None:
             text += self.stops.flush()
@@ -86,9 +92,9 @@ class TextStream:
 class LLM:
     """A loaded language model. Made by `aotc.load`; one thread at a time."""
 
-    def __init__(self, artifact: Artifact, *, max_num_seqs: int = 4) -> None:
+    def __init__(self, artifact: Artifact, *, max_num_seqs: int = 4, device: str = "auto") -> None:
         self.artifact, self.model = artifact, artifact.manifest.model
-        self._executor = CpuExecutor(artifact, max_num_seqs)
+        self._executor = open_executor(artifact, max_num_seqs, device)
         self.engine = Engine(self._executor, self.model.eos_token_ids)
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from aotc.runtime.sequence import Request, Row, Sequence
 
@@ -66,6 +67,13 @@ class Scheduler:
     @property
     def free_slots(self) -> int:
         return len(self._free)
+
+    @property
+    def next_tokens(self) -> int:
+        """How many tokens the next step computes, at most."""
+        admitted = islice(self.waiting, len(self._free))
+        known = sum(s.pending for s in self.running) + sum(len(r.prompt_token_ids) for r in admitted)
+        return min(self._budget, known)
 
     def _row(self, sequence: Sequence, budget: int) -> Row:
         count = min(sequence.pending, budget)

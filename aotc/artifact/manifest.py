@@ -68,7 +68,8 @@ class ProgramEntry(_Struct, frozen=True):
 
 
 class TargetEntry(_Struct, frozen=True):
-    """Everything for one architecture. `scratch_bytes` is a thread's (CPU)."""
+    """Everything for one architecture. `scratch_bytes` is a thread's (CPU), `dims` orders the
+    values of dims in device memory, `counter_bytes` are of zeroed memory (CUDA)."""
 
     name: str
     device: str
@@ -76,6 +77,8 @@ class TargetEntry(_Struct, frozen=True):
     arena_bytes: int
     scratch_bytes: int
     programs: tuple[ProgramEntry, ...]
+    dims: tuple[str, ...] = ()
+    counter_bytes: int = 0
 
 
 class Model(_Struct, frozen=True):

@@ -17,8 +17,9 @@ from aotc.errors import ArtifactError
 MAX_DEPTH = 16
 MAX_ITEMS = 1 << 20
 MAX_INT = (1 << 63) - 1
-SPACE_KINDS = ("arena", "weights", "state", "input", "output", "dims")
-"""`dims`: the values of all dims of the artifact as i32, in device memory (CUDA)."""
+SPACE_KINDS = ("arena", "weights", "state", "input", "output", "dims", "counters")
+"""`dims`: the values of all dims of the artifact as i32, in device memory; `counters`: memory that is 0
+before and after each program (both CUDA)."""
 
 
 class _Struct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

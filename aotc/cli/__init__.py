@@ -7,6 +7,7 @@ import importlib
 import logging
 import os
 import sys
+from typing import Any, NoReturn
 
 from aotc import __version__, knobs
 from aotc.errors import AotcError
@@ -27,9 +28,16 @@ _EPILOG = """examples:
 """
 
 
+_EXTRAS = {
+    "torch": "compile", "triton": "compile", "ml_dtypes": "compile", "onnx": "compile", "cuda": "cuda",
+    "starlette": "serve", "uvicorn": "serve", "prometheus_client": "serve",
+}  # fmt: skip
+"""The extra of pyproject.toml that installs a module."""
+
+
 def parser() -> argparse.ArgumentParser:
     """The parser of all commands; each command's module adds its own arguments."""
-    top = argparse.ArgumentParser(
+    top = _Parser(
         "aotc", description="Ahead-of-time compiler and runtime for deep-learning inference.", epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
@@ -43,24 +51,68 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
+class _Parser(argparse.ArgumentParser):
+    """Of commands too. Flags are not shortened: a shorter one would change its meaning with the next release."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"aotc: error: {_line(message)} (see `{self.prog} --help`)\n")
+
+
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     pass
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command and returns the exit code: 0, 2 for an error of the user's, 130 for an interrupt."""
-    if (sys.argv[1:] if arguments is None else arguments) == ["--version"]:
-        print(f"aotc {__version__}")
-        return 0
-    options = parser().parse_args(arguments)
     try:
-        logging.basicConfig(level=(knobs.log_level() or "warning").upper(), format="%(name)s: %(message)s")
-        return options.run(options) or 0
-    except AotcError as error:
-        print(f"aotc: error: {error}", file=sys.stderr)
-        return 2
+        code = _run(sys.argv[1:] if arguments is None else arguments)
+        sys.stdout.flush()  # here, where a full disk is still reported
+        return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output is gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except (AotcError, OSError, MemoryError, ModuleNotFoundError) as error:
+        print(f"aotc: error: {_explain(error)}", file=sys.stderr)
+        _drop_output()
+        return 2
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments == ["--version"]:  # without the parsers of all commands
+        print(f"aotc {__version__}")
+        return 0
+    options = parser().parse_args(arguments)
+    logging.basicConfig(level=(knobs.log_level() or "warning").upper(), format="%(name)s: %(message)s")
+    return options.run(options) or 0
+
+
+def _explain(error: Exception) -> str:
+    """What is wrong and what to do, in a line. Raises the error again where it is a fault of ours."""
+    if isinstance(error, ModuleNotFoundError):
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
+            raise error
+        return f"{package} is not installed: pip install 'aotc[{_EXTRAS[package]}]'"
+    if isinstance(error, MemoryError):
+        return _line(f"out of memory: {error}" if str(error) else "out of memory")
+    if isinstance(error, OSError):
+        where = "the output" if error.filename is None else error.filename
+        return _line(f"cannot read or write {where}: {error.strerror or error}")
+    return _line(str(error))
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _drop_output() -> None:
+    """Drops what cannot be written: the interpreter would try again at its end, and fail with a code of its own."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

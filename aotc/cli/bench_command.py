@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+DECODED = 64  # tokens after the prompt of a latency measurement
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["startup", "latency"], help="what to measure")
@@ -23,6 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.repeat < 1 or options.prompt_len < 1:
+        from aotc.errors import RequestError
+
+        raise RequestError("--repeat and --prompt-len are at least 1")
     results = startup(options) if options.what == "startup" else latency(options)
     for result in results:
         line = json.dumps(result)
@@ -76,13 +82,17 @@ def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
     import numpy as np
 
     from aotc.artifact.reader import open_artifact
+    from aotc.errors import RequestError
     from aotc.runtime.executor import CpuExecutor
     from aotc.runtime.sampling import SamplingParams
     from aotc.runtime.sequence import Request, Row, Sequence
 
     executor = CpuExecutor(open_artifact(options.artifact), 1)
-    length = min(options.prompt_len, executor.max_model_len - 80)
-    ids = np.random.default_rng(0).integers(1000, min(40000, executor.vocab_size), length).tolist()
+    length = min(options.prompt_len, executor.max_model_len - DECODED - 1)
+    if length < 1:
+        raise RequestError(f"latency decodes {DECODED} tokens: compile with --max-model-len {DECODED + 2} or more")
+    vocab = executor.vocab_size  # no special tokens, which come first or last
+    ids = np.random.default_rng(0).integers(min(1000, vocab // 2), min(40000, vocab), length).tolist()
     prefill, decode = [], []
     for _ in range(options.repeat):
         sequence = Sequence(Request("b", tuple(ids), SamplingParams(temperature=0)), 0, list(ids))
@@ -92,7 +102,7 @@ def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
             count = min(executor.max_num_batched_tokens, length - start)
             token = executor.step([Row(sequence, start, count, start + count == length)]).token[0]
         prefill.append(time.perf_counter() - begin)
-        for n in range(64):
+        for n in range(DECODED):
             sequence.tokens.append(int(token))
             begin = time.perf_counter()
             token = executor.step([Row(sequence, length + n, 1, True)]).token[0]

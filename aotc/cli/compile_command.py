@@ -6,13 +6,17 @@ MODEL is a .gguf file, a Hugging Face folder, a hub id (org/name) or an .onnx fi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from aotc.backends import Progress
     from aotc.frontend.model import Model
 
 
@@ -40,11 +44,10 @@ def run(options: argparse.Namespace) -> int:
     from aotc.artifact.writer import ArtifactWriter
     from aotc.target import parse_targets
 
-    signal.signal(signal.SIGTERM, _interrupt)  # so that the writer removes its temporary folder
     begin = time.perf_counter()
     targets = parse_targets(options.arch)
-    progress = _silent if options.quiet else _Progress()
-    with ArtifactWriter(options.output) as writer:
+    shown = _silent if options.quiet else _Progress()
+    with _interruptible(shown) as progress, ArtifactWriter(options.output) as writer:
         progress("read and trace", 0, 1)
         model, compile_options = _open(options)
         progress("read and trace", 1, 1)
@@ -57,34 +60,84 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+@contextlib.contextmanager
+def _interruptible(progress: Progress) -> Iterator[Progress]:
+    """The first signal that asks for an end raises KeyboardInterrupt, so that the writer removes its temporary folder;
+    later ones do not disturb that. Where the exception was lost, in a finalizer, the next progress raises it again.
+    Signals that are ignored, as under nohup, stay so."""
+    asked = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal asked
+        if not asked:
+            asked = True
+            raise KeyboardInterrupt
+
+    def checked(stage: str, done: int, total: int) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        progress(stage, done, total)
+
+    if threading.current_thread() is not threading.main_thread():  # only that one takes signals
+        yield progress
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, interrupt)
+        yield checked
+    finally:
+        for number, handler in before.items():
+            if not asked:  # else the process ends, and late signals do not disturb that either
+                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _open(options: argparse.Namespace):
     from aotc.compiler import Options, buckets
-    from aotc.errors import RequestError
 
     if str(options.model).endswith(".onnx"):
+        _refuse(options, "an ONNX model", dtype="auto", max_model_len=None, weights=None, revision=None)
         from aotc.frontend.onnx import open_onnx
 
         return open_onnx(options.model, parse_dims(options.dim)), Options()
+    _refuse(options, "a language model", dim=[])
     from aotc.frontend.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(options.model, revision=options.revision, weights=options.weights)
-    from aotc.frontend.decoder import trace_decoder
+    from aotc.frontend.decoder import MAX_ROWS, MAX_TOKENS, trace_decoder
 
     config = checkpoint.config
-    length = options.max_model_len or min(config.max_position_embeddings, 8192)
-    if not 1 <= length <= config.max_position_embeddings:
-        raise RequestError(
-            f"--max-model-len {length} is not between 1 and the model's {config.max_position_embeddings}"
-        )
+    most = config.max_position_embeddings
+    length = _between(options, "max_model_len", most, min(most, 8192), least=2)  # a token of the prompt, and an answer
+    rows = _between(options, "max_num_seqs", MAX_ROWS, 64)
+    tokens = min(_between(options, "max_num_batched_tokens", MAX_TOKENS, 2048), length)
     dtype = ("bf16" if config.dtype == "f32" else config.dtype) if options.dtype == "auto" else options.dtype
     if options.dtype == "auto" and config.dtype == "f32" and not options.quiet:
         print("the checkpoint is f32 or quantised: compiling as bf16 (--dtype f32 keeps f32)", file=sys.stderr)
-    tokens = min(options.max_num_batched_tokens, length)
-    return trace_decoder(checkpoint, dtype, length), buckets(options.max_num_seqs, tokens)
+    return trace_decoder(checkpoint, dtype, length), buckets(rows, tokens)
+
+
+def _refuse(options: argparse.Namespace, what: str, **unset: object) -> None:
+    """Raises RequestError for a flag that means nothing for this kind of model."""
+    from aotc.errors import RequestError
+
+    for name, value in unset.items():
+        if getattr(options, name) != value:
+            raise RequestError(f"--{name.replace('_', '-')} does not apply to {what}: leave it out")
+
+
+def _between(options: argparse.Namespace, name: str, most: int, default: int, least: int = 1) -> int:
+    """A flag's number, or the default where it is not given. Raises RequestError unless it is `least` to `most`."""
+    from aotc.errors import RequestError
+
+    value = getattr(options, name)
+    if value is None:
+        return default
+    if not least <= value <= most:
+        flag = f"--{name.replace('_', '-')}"
+        raise RequestError(f"{flag} {value} is not between {least} and {most}, the most for this model")
+    return value
 
 
 def parse_dims(items: list[str]) -> dict[str, tuple[int, int]]:

@@ -34,9 +34,11 @@ def run(options: argparse.Namespace) -> int:
         "max_tokens": options.max_tokens, "temperature": options.temperature, "top_p": options.top_p,
         "top_k": options.top_k, "seed": options.seed,
     }  # fmt: skip
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    text = _standard_input() if options.prompt == "-" else options.prompt
     chat = not options.raw and artifact.has("chat_template.jinja")
     prompt = llm.chat_tokens([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
+    if not prompt:
+        raise RequestError("the prompt has no tokens: give some text")
     if options.json:
         answer = llm.generate(prompt, **settings)
         fields = {
@@ -49,3 +51,12 @@ def run(options: argparse.Namespace) -> int:
         print(chunk.text, end="", flush=True)
     print()
     return 0
+
+
+def _standard_input() -> str:
+    from aotc.errors import RequestError
+
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the prompt on standard input is no UTF-8 at byte {error.start}") from None

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from typing import Any
 
 FIXED = {
     "--dtype": "--dtype", "--max-model-len": "--max-model-len", "--quantization": "--dtype",
-    "--max-num-batched-tokens": "--max-num-batched-tokens", "--load-format": "--weights", "--revision": "--revision",
+    "--kv-cache-dtype": "--dtype", "--max-num-batched-tokens": "--max-num-batched-tokens",
+    "--load-format": "--weights", "--revision": "--revision",
 }  # fmt: skip
 """vLLM's flags that compiling decides, and the flag of `aotc compile` that does."""
+_PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="logging")
     parser.add_argument("--disable-access-log", action="store_true", help="do not log each request")
     for flag in FIXED:
-        parser.add_argument(flag, help=argparse.SUPPRESS)
+        parser.add_argument(flag, nargs="?", const="", help=argparse.SUPPRESS)
 
 
 def run(options: argparse.Namespace) -> int:
+    from aotc import knobs
     from aotc.errors import RequestError
 
     for flag, compile_flag in FIXED.items():
@@ -44,25 +48,23 @@ def run(options: argparse.Namespace) -> int:
             raise RequestError(f"{flag} is fixed at compile time: recompile with `aotc compile ... {compile_flag} ...`")
     if not 0 <= options.port <= 65535 or options.max_num_seqs < 1 or options.max_num_queued_reqs < 1:
         raise RequestError("--port is 0 to 65535, --max-num-seqs and --max-num-queued-reqs are at least 1")
-    key = options.api_key or os.environ.get("AOTC_API_KEY") or None
+    if options.shutdown_timeout < 0:
+        raise RequestError("--shutdown-timeout is a number of seconds, 0 or more")
+    if not _PREFIX.match(options.metrics_prefix):
+        raise RequestError("--metrics-prefix is made of letters, digits and _, and begins with no digit")
+    key = options.api_key or knobs.api_key()
     if key is None and options.host not in ("127.0.0.1", "localhost", "::1"):
         print(f"aotc: warning: {options.host} is reachable by others and there is no --api-key", file=sys.stderr)
-    _serve(options, key)
-    return 0
+    return _serve(options, key)
 
 
-def _serve(options: argparse.Namespace, key: str | None) -> None:
-    try:
-        import uvicorn
-
-        from aotc.runtime.server.app import Server, Settings
-        from aotc.runtime.server.engine_client import EngineClient
-        from aotc.runtime.server.metrics import Metrics
-    except ImportError as error:
-        from aotc.errors import UnsupportedError
-
-        raise UnsupportedError(f"{error.name} is not installed: pip install 'aotc[serve]'") from None
+def _serve(options: argparse.Namespace, key: str | None) -> int:
     from aotc.artifact.reader import open_artifact
+    from aotc.errors import ArtifactError
+    from aotc.runtime.server.app import Server, Settings
+    from aotc.runtime.server.engine_client import EngineClient
+    from aotc.runtime.server.http import HttpServer, listen
+    from aotc.runtime.server.metrics import Metrics
 
     artifact = open_artifact(options.artifact)
     model = options.served_model_name or os.path.basename(os.path.abspath(options.artifact))
@@ -71,17 +73,22 @@ def _serve(options: argparse.Namespace, key: str | None) -> None:
     settings = Settings(model, limits.max_model_len, limits.vocab_size, key, options.max_num_queued_reqs, config)
     engine = EngineClient(str(artifact.path), options.max_num_seqs)
     server = Server(settings, engine, tokenizer, template, Metrics(options.metrics_prefix, model))
-
-    class Uvicorn(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            server.draining = True  # readiness fails at once, streams in flight finish
-            super().handle_exit(sig, frame)
-
-    config_ = uvicorn.Config(
-        server.app(), options.host, options.port, log_level=options.log_level, access_log=not options.disable_access_log,
-        timeout_graceful_shutdown=options.shutdown_timeout, h11_max_incomplete_event_size=64 << 10,
+    http = HttpServer(
+        server, log_level=options.log_level, access_log=not options.disable_access_log,
+        shutdown_timeout=options.shutdown_timeout,
     )  # fmt: skip
-    Uvicorn(config_).run()
+
+    def give_up() -> None:
+        http.should_exit = True
+
+    engine.on_failed = give_up
+    with listen(options.host, options.port) as listener:
+        host, port = listener.getsockname()[:2]
+        print(f"aotc: serving {model} at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr)
+        http.run([listener])
+    if engine.failed is not None:
+        raise ArtifactError(engine.failed)
+    return 0
 
 
 def _text(artifact: Any) -> tuple[Any, Any, dict[str, Any]]:

@@ -52,12 +52,17 @@ class Checkpoint:
     generation_config: dict[str, Any] = field(default_factory=dict)
 
 
+_FILES = (".gguf", ".safetensors", ".bin", ".onnx", ".pt", ".pth", ".json")
+
+
 def open_checkpoint(source: str, *, revision: str | None = None, weights: str | None = None) -> Checkpoint:
     """Opens a .gguf file, a Hugging Face folder, or a hub id (`org/name`).
 
     `weights="random:SEED"` makes the weights from the config alone. Raises SourceError and UnsupportedError.
     """
     path = Path(source)
+    if not path.exists() and path.suffix in _FILES:  # a hub id may look like a path, and a model's name has dots
+        raise SourceError(f"there is no file {source}: check the path")
     if path.is_file():
         if path.suffix != ".gguf":
             raise UnsupportedError(f"{source} is no model that aotc reads: give a .gguf file or a Hugging Face folder")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import sympy
 import torch
+from torch._decomp import decomposition_table
 from torch.fx.node import map_arg
 
 from aotc.errors import UnsupportedError
@@ -17,7 +19,11 @@ from aotc.ir.graph import Graph, TensorType, Value
 from aotc.ir.sizes import Dim, Expr, Size, symbol
 
 IGNORED = {"aten._assert_tensor_metadata.default", "aten.sym_constrain_range_for_size.default",
-           "aten._assert_scalar.default", "aten.sym_constrain_range.default"}  # fmt: skip
+           "aten._assert_scalar.default", "aten.sym_constrain_range.default",
+           "aten._assert_async.default", "aten._assert_async.msg"}  # fmt: skip
+
+
+_DEEPEST = 8  # definitions in terms of others
 
 
 def import_exported(
@@ -29,19 +35,22 @@ def import_exported(
     dims: tuple[Dim, ...],
     weight_key: Callable[[str], str] = lambda fqn: fqn,
     aliases: tuple[tuple[str, str], ...] = (),
+    clamps_indices: bool = False,
 ) -> Graph:
     """The graph of an exported program.
 
     `inputs` names the placeholders of user inputs in order, each with our name and its shape in our dims; the
-    sizes that torch invented are solved from them. `outputs` names the results in order.
+    sizes that torch invented are solved from them. `outputs` names the results in order. `clamps_indices` keeps
+    look-ups within their axis whatever the indices are.
     Raises UnsupportedError naming the first ATen operator that has no row.
     """
     builder = Importer(name, dims)
+    builder.clamps_indices = clamps_indices
     signature = program.graph_signature
     parameters = {**signature.inputs_to_parameters, **signature.inputs_to_buffers,
                   **signature.inputs_to_lifted_tensor_constants}  # fmt: skip
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
-    user = [n for n in placeholders if n.name not in parameters]
+    user = [n for n in placeholders if n.name in signature.user_inputs]  # Python numbers are built in by torch
     symbols: dict[sympy.Symbol, Size] = {}
     for node, (_, shape) in zip(user, inputs.values(), strict=True):
         _solve_symbols(node, shape, symbols)
@@ -59,8 +68,42 @@ def import_exported(
             results = node.args[0]
         elif node.op == "call_function":
             _import_call(builder, node, env)
-    named = dict(zip(outputs, (env[r] for r in results), strict=True))
-    return builder.finish(named, aliases)
+    return builder.finish(dict(zip(outputs, (_result(n, r, env) for n, r in enumerate(results)), strict=True)), aliases)
+
+
+def _result(number: int, result: Any, env: Mapping[torch.fx.Node, Any]) -> Value:
+    value = env.get(result) if isinstance(result, torch.fx.Node) else result
+    if not isinstance(value, Value):
+        raise UnsupportedError(f"result {number} of the module is {value}, which is no tensor: return tensors alone")
+    return value
+
+
+def with_rows(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program with the operators that have no row taken apart by torch's own definitions, as far as these go.
+
+    Changes in place become values on the way. What has a row stays whole: it stands for a better kernel.
+    """
+    before: set[Any] = set()
+    for depth in range(_DEEPEST):
+        unknown = {n.target for n in program.graph.nodes if n.op == "call_function" and not _has_row(n)}
+        if unknown == before:  # some are defined by themselves
+            break
+        before = unknown
+        known = torch.export.default_decompositions()
+        table: dict[Any, Callable[..., Any]] = {op: decomposition_table[op] for op in unknown & decomposition_table.keys()}
+        table |= {op: known[op] for op in unknown if op in known}
+        if not table and depth:
+            break
+        with warnings.catch_warnings(action="ignore"):  # of torch, on torch
+            program = program.run_decompositions(table)
+    return program
+
+
+def _has_row(node: torch.fx.Node) -> bool:
+    """True for what the importer takes as it is: operators in the table, and arithmetic on sizes."""
+    overload = isinstance(node.target, torch._ops.OpOverload)
+    number = isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | int)
+    return not overload or number or str(node.target) in ATEN or str(node.target) in IGNORED
 
 
 def module_weights(program: torch.export.ExportedProgram) -> Callable[[str], np.ndarray]:
@@ -84,20 +127,30 @@ def _import_call(builder: Importer, node: torch.fx.Node, env: dict[torch.fx.Node
     if isinstance(value, torch.SymInt | int) and not isinstance(value, bool):
         env[node] = builder.size_of(value)
         return
+    if isinstance(value, torch.SymBool | bool):  # what torch asserts of its sizes
+        env[node] = None
+        return
     if target == "<built-in function getitem>":
         env[node] = env[node.args[0]][node.args[1]]  # type: ignore[index]
         return
+    where = f"{target} at {_source_name(node)}"
     if target not in ATEN:
         raise UnsupportedError(
-            f"the model calls {target} ({node.name}), which has no row in aotc/frontend/aten.py: rewrite the module "
-            f"without it, or add a row"
+            f"the model calls {where}, which has no row in aotc/frontend/aten.py: rewrite the module without it, or add "
+            f"a row"
         )
     args = map_arg(node.args, lambda n: env[n])
     kwargs = map_arg(node.kwargs, lambda n: env[n])
     builder.source = (_source_name(node),)
     builder.result = value
-    env[node] = ATEN[target](builder, *args, **kwargs)
-    _check_type(builder, node, env[node], value)
+    try:
+        env[node] = ATEN[target](builder, *args, **kwargs)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{where}: {error}") from None
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UnsupportedError(f"{where}: aotc does not compile it with these arguments ({reason})") from error
+    _check_type(builder, where, env[node], value)
 
 
 def _source_name(node: torch.fx.Node) -> str:
@@ -107,12 +160,13 @@ def _source_name(node: torch.fx.Node) -> str:
     return f"{path}/{node.name}" if path else node.name
 
 
-def _check_type(builder: Importer, node: torch.fx.Node, got: Any, expected: Any) -> None:
+def _check_type(builder: Importer, where: str, got: Any, expected: Any) -> None:
+    """A row that gives another type than torch must not go on: arguments that it does not know of change the meaning."""
     if not isinstance(got, Value) or not isinstance(expected, torch.Tensor):
         return
     shape = tuple(builder.size_of(s) for s in expected.shape)
     if got.type.shape != shape or got.type.dtype != dtype_of(expected.dtype):
-        raise AssertionError(f"{node.format_node()} imported as {got.type}, torch says {expected.dtype}{list(shape)}")
+        raise UnsupportedError(f"{where}: aotc makes {got.type} of it, and torch {expected.dtype}{list(shape)}")
 
 
 def _solve_symbols(node: torch.fx.Node, shape: tuple[Size, ...], symbols: dict[sympy.Symbol, Size]) -> None:

@@ -37,6 +37,7 @@ _OTHER_TYPES = {
     6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
     16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 _MOST_KEYS, _MOST_TENSORS, _MOST_DIMS, _MOST_ALIGNMENT = 1 << 12, 1 << 16, 4, 1 << 20
 _MOST_NAME, _MOST_STRING, _MOST_ITEMS, _MOST_ELEMENTS = 1 << 10, 1 << 24, 1 << 24, 1 << 40

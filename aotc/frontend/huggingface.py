@@ -280,7 +280,7 @@ def find_in_hub(source: str, revision: str | None = None, *, weights: bool = Tru
     Raises SourceError, which says how to get the model.
     """
     if not _HUB_ID.fullmatch(source) or "--" in source or ".." in source:
-        raise SourceError(f"{source} is no file, no folder, and no hub id (org/name)")
+        raise SourceError(f"there is no file or folder {source}, and it is no hub id (org/name): check the path")
     revision = revision or "main"
     if not _REVISION.fullmatch(revision) or ".." in revision:
         raise SourceError(f"revision {shown(revision)} is no name of a branch, tag or commit")
@@ -289,7 +289,9 @@ def find_in_hub(source: str, revision: str | None = None, *, weights: bool = Tru
         return cached
     command = f"hf download {source} --revision {revision}"
     if _is_offline() or importlib.util.find_spec("huggingface_hub") is None:
-        raise SourceError(f"{source} is not in the hub cache {_cache()}: get it with `{command}`")
+        raise SourceError(
+            f"{source} is no file or folder here and is not in the hub cache {_cache()}: get it with `{command}`"
+        )
     return _download(source, revision, command, [*_SMALL_FILES, *(["*.safetensors"] if weights else [])])
 
 

@@ -8,7 +8,7 @@ import sympy
 import torch
 
 from aotc.errors import UnsupportedError
-from aotc.frontend.exported import import_exported, module_weights
+from aotc.frontend.exported import import_exported, module_weights, with_rows
 from aotc.frontend.model import ArrayWeights, Model
 from aotc.ir.sizes import Dim, Size, symbol
 
@@ -18,7 +18,11 @@ def open_exported(program: torch.export.ExportedProgram, name: str = "module") -
 
     Raises UnsupportedError for a dynamic dim without an upper bound, and for operators that aotc does not know.
     """
+    program = with_rows(program)
     signature = program.graph_signature
+    changed = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    if changed:
+        raise UnsupportedError(f"the module changes {changed[0]} when it runs: take it as an input, and return it")
     user = [n for n in program.graph.nodes if n.op == "placeholder" and n.name in signature.user_inputs]
     dims: dict[sympy.Symbol, Dim] = {}
     inputs: dict[str, tuple[str, tuple[Size, ...]]] = {}
@@ -29,7 +33,9 @@ def open_exported(program: torch.export.ExportedProgram, name: str = "module") -
         shape = (_size(program, node.name, axis, s, dims) for axis, s in enumerate(value.shape))
         inputs[node.name] = (str(value.dtype), tuple(shape))
     outputs = tuple(_output_names(signature.user_outputs))
-    graph = import_exported(program, name=name, inputs=inputs, outputs=outputs, dims=tuple(dims.values()))
+    graph = import_exported(
+        program, name=name, inputs=inputs, outputs=outputs, dims=tuple(dims.values()), clamps_indices=True
+    )
     read = module_weights(program)
     return Model(name, "tensor", graph, ArrayWeights({w.key: read(w.key) for w in graph.weights}))
 
@@ -46,7 +52,7 @@ def _size(
         bounds = program.range_constraints[expr]
         if not bounds.upper.is_Integer or int(bounds.upper) > 1 << 40:
             raise UnsupportedError(
-                f"axis {axis} of input {name} has no upper bound: export with torch.export.Dim({name}_{axis!r}, max=N)"
+                f"axis {axis} of input {name} has no upper bound: export with torch.export.Dim('{name}_{axis}', max=N)"
             )
         dims[expr] = Dim(f"{name}_{axis}", max(int(bounds.lower), 1), int(bounds.upper))
     return symbol(dims[expr].name)

@@ -53,12 +53,15 @@ def build_library(units: dict[str, str], level: str, progress: Callable[[str], N
     Raises CompilerError with the compiler's first message.
     """
     with tempfile.TemporaryDirectory(prefix="aotc-") as folder:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        pool = ThreadPoolExecutor(os.cpu_count())
+        try:
             jobs = [pool.submit(_compile, name, text, level, Path(folder)) for name, text in sorted(units.items())]
             objects = []
             for job, name in zip(jobs, sorted(units), strict=True):
                 objects.append(job.result())
                 progress(name)
+        finally:
+            pool.shutdown(cancel_futures=True)  # an error or an interrupt waits for what runs, not for the queue
         library = Path(folder) / "kernels.so"
         _run([compiler(), *LINK, "-o", str(library), *map(str, objects), "-lm", "-lpthread"], "linking")
         return library.read_bytes()
@@ -82,13 +85,15 @@ def _compile(name: str, text: str, level: str, folder: Path) -> Path:
 
 def _publish(made: Path, cached: Path) -> None:
     """A cache that cannot be written costs time, not correctness."""
+    file = None
     try:
         cached.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cached.parent, delete=False) as file:
             file.write(made.read_bytes())
         os.replace(file.name, cached)
     except OSError:
-        pass
+        if file is not None:
+            Path(file.name).unlink(missing_ok=True)
 
 
 def _key(text: str, level: str) -> str:

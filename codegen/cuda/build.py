@@ -28,8 +28,8 @@ from typing import Any
 
 from aotc import knobs
 from aotc.codegen.cuda.cubin import kernel_usage
+from aotc.codegen.cuda.frame import Source
 from aotc.codegen.cuda.limits import check
-from aotc.codegen.cuda.render import Source
 from aotc.errors import CompilerError
 
 OPTIONS = {"enable_fp_fusion": True, "num_ctas": 1}

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from aotc.codegen.cuda.frame import Source
 from aotc.codegen.cuda.launch import arguments, dim_order, render_program, slot_layout
-from aotc.codegen.cuda.render import Source
 from aotc.errors import DeviceError
 from aotc.ir.interpret import bind_dims
 from aotc.ir.ops.sample_reference import ROW
@@ -82,8 +82,10 @@ class _Replay:
     def _blocks(self) -> dict[str, np.ndarray]:
         poisoned = lambda n: np.full(n, POISON, np.uint8)  # noqa: E731
         scratch = max((upper_bound(s.scratch_bytes, self.program.dims) for s in self.sources.values()), default=0)
+        counters = max((upper_bound(s.counter_bytes, self.program.dims) for s in self.sources.values()), default=0)
         blocks = {
             "arena": poisoned(self.program.arena_bytes), "scratch": poisoned(scratch),
+            "counters": np.zeros(counters, np.uint8),
             "dims": np.array([self.dims.get(d, 0) for d in self.order], np.int32).view(np.uint8),
         }  # fmt: skip
         for b in self.program.buffers.values():
@@ -132,7 +134,8 @@ class _Replay:
                 continue
             source = self.sources[step.kernel]
             places = [self._place(self.program.buffers[b]) for b in arguments(self.program, step)]
-            places += [("dims", 0), *([("scratch", 0)] if source.scratch_bytes != 0 else [])]
+            own = (("dims", 1), ("counters", source.counter_bytes), ("scratch", source.scratch_bytes))
+            places += [(name, 0) for name, size in own if size != 0]
             grid = tuple(upper_bound(n, self.program.dims) for n in source.grid)
             steps.append(("call", source.symbol, grid, list(zip(source.signature, places, strict=True))))
         return steps

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from aotc.codegen.cuda.build import Cubin
-from aotc.codegen.cuda.render import Grid, Setting, Source, render
+from aotc.codegen.cuda.frame import Grid, Setting, Source
+from aotc.codegen.cuda.render import render
 from aotc.ir.program import ALIGNMENT, Call, Program
 from aotc.ir.sizes import Dim, Size, product, upper_bound
 
@@ -15,9 +16,9 @@ from aotc.ir.sizes import Dim, Size, product, upper_bound
 class Launch:
     """A kernel ready to be launched: `symbol` of a cubin, the grid, threads (32 a warp), dynamic shared memory.
 
-    Parameters, all pointers: those of `arguments(program, call)`, then the dims (i32, in `dim_order`), then scratch
-    if `scratch_bytes` is not 0, then Triton's global and profile scratch (null where the cubin's sizes are 0).
-    Calls with scratch share it: they must not overlap.
+    Parameters, all pointers: those of `arguments(program, call)`, then the dims (i32, in `dim_order`), then counters
+    and scratch where their bytes are not 0, then Triton's global and profile scratch (null where the cubin's sizes
+    are 0). Calls share counters and scratch: they must not overlap. Counters are 0 before and after a call.
     """
 
     symbol: str
@@ -25,6 +26,7 @@ class Launch:
     num_warps: int
     shared: int
     scratch_bytes: Size = 0
+    counter_bytes: Size = 0
 
     def grid_at(self, bounds: tuple[Dim, ...]) -> tuple[int, int, int]:
         """The grid at the upper bounds of a program's dims: surplus blocks leave early."""
@@ -65,7 +67,7 @@ def render_program(program: Program, arch: str, dims: tuple[str, ...], slot_byte
 def launches(sources: Mapping[str, Source], cubins: Mapping[str, Cubin]) -> dict[str, Launch]:
     """The launch of each kernel of a program, by the kernel's name."""
     return {
-        name: Launch(s.symbol, s.grid, cubins[s.symbol].num_warps, cubins[s.symbol].shared, s.scratch_bytes)
+        name: Launch(s.symbol, s.grid, cubins[s.symbol].num_warps, cubins[s.symbol].shared, s.scratch_bytes, s.counter_bytes)
         for name, s in sources.items()
     }
 

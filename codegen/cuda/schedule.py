@@ -8,9 +8,12 @@ from aotc.codegen.cuda.limits import LIMITS
 from aotc.codegen.cuda.nest import power_of_two
 from aotc.ir.dtypes import DType
 
-MATVEC_ROWS = 4  # up to here a linear layer reads its weights with plain loads, above it multiplies tiles
+EARLY_BYTES = 1024  # of each row of the weight, that `skinny` brings into the cache while it waits
+SKINNY_ROWS = 64  # and up to here a block of the weight meets all rows at once
+PROGRAMS = 132  # that fill a card: multiprocessors of an H100
 POINTWISE_BLOCK = 1024
-SAMPLE_CHUNK, SAMPLE_WARPS = 4096, 16  # logits that a row's program looks at at once
+SAMPLE_CHUNK, SAMPLE_WARPS = 4096, 16  # logits that a program looks at at once
+SAMPLE_PARTS = 32  # programs that look for the best logit of a row
 
 
 @dataclass(frozen=True)
@@ -24,16 +27,41 @@ class Tile:
     num_stages: int = 2
 
 
-def matvec(rows: int, n: int, depth: int, parts: int) -> Tile:
-    """Partial sums of a matvec: about 4096 of them in the registers of four warps."""
-    k = min(1024 // power_of_two(rows), power_of_two(depth))
-    return Tile(rows, min(4 // parts if parts < 4 else 1, power_of_two(n)), k)
+def matvec(arch: str, n: int, depth: int, parts: int) -> Tile:
+    """Weights of a matvec in flight: about 64 a thread. Up to 4096 deep, a program holds whole rows in registers."""
+    lanes = power_of_two(depth)
+    if lanes <= 4096:
+        columns = max(min(8192 // (lanes * parts), 4), 1)
+        return Tile(1, min(columns, power_of_two(n)), lanes, 4 if lanes * parts * columns >= 4096 else 2)
+    k = 2048 if depth * n > 1 << 25 else 1024
+    return Tile(1, max(min(4096 // (k * parts), 2), 1), k)
+
+
+def attention_decode(arch: str, rows: int, kv_heads: int, group: int, head_dim: int, dtype: DType) -> tuple[int, Tile]:
+    """(splits, tile): m queries of a group of heads, n keys a step, k lanes of a head. Enough programs for the card."""
+    lanes = max(power_of_two(head_dim), 16)
+    if rows == 1:
+        splits = max(min(power_of_two(128 // kv_heads), 1024 // lanes), 1)
+        return splits, Tile(max(power_of_two(group), 16), *((128, lanes, 8) if lanes > 64 else (64, lanes, 4)))
+    splits = max(min(power_of_two(4 * PROGRAMS // (rows * kv_heads)) // 2, 16), 1)
+    return splits, Tile(max(power_of_two(group), 16), 4096 // lanes, lanes, 4)
+
+
+def skinny(arch: str, rows: int, n: int, depth: int, parts: int, dtype: DType) -> tuple[Tile, int]:
+    """(tile, splits): n rows of the weight times all rows of x, k deep a step, in shares of the depth that together
+    give every multiprocessor a program with all of its shared memory."""
+    m, k = max(power_of_two(rows), 16), min(power_of_two(depth), 256 // dtype.itemsize)
+    columns = min(max(power_of_two(n), 16), 64)
+    blocks = -(-n // columns)
+    splits = max(min(PROGRAMS // blocks, depth // (4 * k)), 1)
+    stage = (m + parts * columns) * k * dtype.itemsize
+    return Tile(m, columns, k, 4, max(min(LIMITS[arch].shared_bytes * 9 // 10 // stage, 8), 1)), splits
 
 
 def matmul(rows: int, n: int, depth: int, dtype: DType, parts: int, arch: str) -> Tile:
     """A tile of tensor-core work whose stages fit the shared memory of `arch`."""
     m = min(max(power_of_two(rows), 16), 128)
-    columns = min(max(power_of_two(n), 16), 64 if parts > 1 or m > 64 else 128)
+    columns = min(max(power_of_two(n), 16), 128 // parts)
     k = min(max(power_of_two(depth), 16), 128 // dtype.itemsize)
     stage = (m + parts * columns) * k * dtype.itemsize
     stages = max(min(LIMITS[arch].shared_bytes * 9 // 10 // stage, 4), 1)

@@ -47,7 +47,9 @@ class CpuLibrary:
 
     def __init__(self, path: Path, scratch_bytes: int) -> None:
         try:
-            self._dll = ctypes.CDLL(str(path))
+            # By path, the loader would take the library of an artifact that was replaced for this one. So that the
+            # name is new, the descriptor stays open: libraries are never unloaded.
+            self._dll = ctypes.CDLL(f"/proc/self/fd/{os.open(path, os.O_RDONLY | os.O_CLOEXEC)}")
         except OSError as error:
             raise DeviceError(f"{path} does not load here: {error}; compile the model again for this machine") from None
         abi = self._dll.aotc_abi()

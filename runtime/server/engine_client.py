@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import secrets
@@ -11,21 +10,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+
+import msgspec
 
 from aotc.errors import DeviceError, RequestError
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import TokenOutput
-from aotc.runtime.server.engine_process import EXIT_ARTIFACT
 from aotc.runtime.server.messages import (
     MAX_FRAME,
     Alive,
     Cancel,
+    Load,
+    Message,
     Outputs,
     Ready,
     Refused,
     Submit,
+    Unusable,
     pack,
     params_to_dict,
     unpack,
@@ -34,11 +37,16 @@ from aotc.runtime.server.messages import (
 log = logging.getLogger("aotc.server")
 
 SILENCE = 15.0  # seconds without a word: the engine hangs
+SILENCE_PER_TOKEN = 0.1  # and as many more for each token of the step that it announced
 BACKOFF = (0.1, 0.5, 2.0, 10.0)
+MAX_DEATHS = 2  # engines that a request may see die before its first token: it may be what kills them
+GRACE = 1.0  # seconds in which an engine whose connection was closed ends by itself
 
 
 class EngineGone(DeviceError):
-    """The engine died while it answered this request."""
+    """There is no engine for this request: it died while it answered, or will not come up again."""
+
+    status = 503
 
 
 @dataclass(eq=False)
@@ -46,142 +54,182 @@ class _Pending:
     submit: Submit
     queue: asyncio.Queue[TokenOutput | Exception] = field(default_factory=asyncio.Queue)
     started: bool = False
+    deaths: int = 0
+    over: bool = False  # its error is in the queue
 
 
 class EngineClient:
-    """One engine process. `command` is the child's command line without the descriptor; tests replace it."""
+    """One engine process at a time. `command` is its command line before the descriptor; tests replace it.
+
+    `ready` is set while an engine takes requests. `failed` is why there will never be one again, or None.
+    """
 
     def __init__(self, artifact: str, max_num_seqs: int, command: list[str] | None = None) -> None:
-        module = "aotc.runtime.server.engine_process"
-        self._command = command or [sys.executable, "-m", module]
+        self._command = command or [sys.executable, "-m", "aotc.runtime.server.engine_process"]
         self._arguments = [artifact, str(max_num_seqs)]
         self._pending: dict[str, _Pending] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._heard = time.monotonic()
+        self._silent_from = time.monotonic()  # the watchdog counts from here
+        self._short_lives = 0  # engines in a row that gave no token
+        self._was_ready = False
         self.ready = asyncio.Event()
         self.memory: dict[str, int] = {}
-        self.running, self.waiting, self.cache_usage, self.restarts = 0, 0, 0.0, 0
+        self.load = Load(0, 0, 0.0)
+        self.on_restart: Callable[[], None] = lambda: None
+        self.on_failed: Callable[[], None] = lambda: None
         self.failed: str | None = None
-        self.on_step: Callable[[Outputs], None] = lambda outputs: None
 
     @property
     def unfinished(self) -> int:
+        """Requests without their last token."""
         return len(self._pending)
 
     async def run(self) -> None:
-        """Keeps an engine alive until cancelled. Requests that have sent nothing are submitted to the next one."""
+        """Keeps an engine alive until cancelled or `failed`. Requests that got no token yet go to the next one."""
         try:
             while self.failed is None:
-                await self._life()
-                self._end_started()
+                try:
+                    await self._life()
+                except OSError as error:  # no memory or descriptors for a process: there may be some later
+                    log.error("the engine's process does not start: %s", error)
+                self._end_requests()
                 if self.failed is None:
-                    delay = BACKOFF[min(self.restarts, len(BACKOFF) - 1)]
-                    self.restarts += 1
+                    delay = BACKOFF[min(self._short_lives, len(BACKOFF) - 1)]
+                    self._short_lives += 1
+                    self.on_restart()
                     log.error("the engine ended, starting another in %.1f s", delay)
                     await asyncio.sleep(delay)
+            log.error("the engine cannot start: %s", self.failed)
+            self.on_failed()
         finally:
             self._kill()
 
     async def _life(self) -> None:
+        """One process, from its start until it has ended."""
         ours, theirs = socket.socketpair()
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        descriptor = theirs.fileno()
-        self._process = subprocess.Popen(
-            [*self._command, str(descriptor), *self._arguments], pass_fds=[descriptor], env=environment, close_fds=True
-        )
-        theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours)
-        self._heard = time.monotonic()
+        with ours, theirs:
+            descriptor = theirs.fileno()
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+            command = [*self._command, str(descriptor), *self._arguments]
+            self._process = subprocess.Popen(command, pass_fds=[descriptor], env=environment)
+            theirs.close()
+            try:
+                reader, self._writer = await asyncio.open_connection(sock=ours)
+                await self._converse(reader, self._writer)
+            finally:
+                self.ready.clear()
+                self.load = Load(0, 0, 0.0)
+                if self._writer is not None:
+                    self._writer.transport.abort()  # nothing that was not sent matters any more
+                await self._stopped(self._process)
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Hands over what waits, then takes messages until the engine is gone, silent, or talks nonsense."""
         for pending in self._pending.values():
-            self._writer.write(pack(pending.submit))
+            if not pending.over:
+                writer.write(pack(pending.submit))
         watchdog = asyncio.create_task(self._watch())
         try:
-            await self._read(reader)
-        finally:
-            watchdog.cancel()
-            self.ready.clear()
-            self._writer.close()
-            code = await self._stopped()
-            if code == EXIT_ARTIFACT:
-                self.failed = "the artifact does not load here; the engine's message stands above"
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 length = int.from_bytes(await reader.readexactly(4), "little")
                 if length > MAX_FRAME:
-                    return
+                    raise ValueError(f"a frame of {length} bytes")
                 self._take(unpack(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.error("the engine sent what is no message (%s): ending it", error)
+            self._kill()
+        finally:
+            watchdog.cancel()
 
-    def _take(self, message: object) -> None:
-        self._heard = time.monotonic()
+    def _take(self, message: Message) -> None:
+        self._silent_from = time.monotonic()
         if isinstance(message, Outputs):
-            self.running, self.waiting, self.cache_usage = message.running, message.waiting, message.cache_usage
-            self.restarts = 0
+            self.load, self._short_lives = message.load, 0
             for token in message.tokens:
                 pending = self._pending.get(token.request_id)
                 if pending is not None:
                     pending.started = True
                     pending.queue.put_nowait(token)
-            self.on_step(message)
+        elif isinstance(message, Alive):
+            self.load = message.load
+            self._silent_from += SILENCE_PER_TOKEN * message.tokens
         elif isinstance(message, Refused):
             pending = self._pending.get(message.request_id)
             if pending is not None:
                 pending.queue.put_nowait(RequestError(message.message))
         elif isinstance(message, Ready):
-            self.memory = message.memory
+            self.memory, self._was_ready = message.memory, True
             self.ready.set()
-        elif not isinstance(message, Alive):
+        elif isinstance(message, Unusable):
+            if message.may_pass and self._was_ready:
+                log.error("the engine does not start: %s", message.message)
+            else:
+                self.failed = message.message
+        else:
             log.warning("an unexpected message from the engine: %s", type(message).__name__)
 
     async def _watch(self) -> None:
+        """Ends a silent engine. Loading has no limit: it takes as long as the disk does."""
         while True:
-            await asyncio.sleep(1.0)
-            if self.ready.is_set() and time.monotonic() - self._heard > SILENCE:
+            await asyncio.sleep(min(1.0, SILENCE / 4))
+            if self.ready.is_set() and time.monotonic() - self._silent_from > SILENCE:
                 log.error("the engine said nothing for %.0f s: ending it", SILENCE)
                 self._kill()
 
-    async def _stopped(self) -> int:
-        process = self._process
-        assert process is not None
-        for _ in range(50):
-            if process.poll() is not None:
-                return process.returncode
-            await asyncio.sleep(0.02)
-        self._kill()
-        return process.wait()
+    async def _stopped(self, process: subprocess.Popen[bytes]) -> None:
+        """Waits for the end of a process whose connection is closed; kills it when it does not come."""
+        end = time.monotonic() + GRACE
+        while process.poll() is None:
+            if time.monotonic() > end:
+                process.kill()
+            await asyncio.sleep(0.01)
 
     def _kill(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
 
-    def _end_started(self) -> None:
+    def _end_requests(self) -> None:
+        """After an engine's end: fails the requests that it had begun, and those that may be what ends engines."""
         for pending in self._pending.values():
-            if pending.started or self.failed:
-                pending.queue.put_nowait(EngineGone(self.failed or "the engine failed while it answered"))
+            pending.deaths += 1
+            if self.failed is not None:
+                self._fail(pending, f"the engine cannot start: {self.failed}")
+            elif pending.started:
+                self._fail(pending, "the engine failed while it answered: try again")
+            elif pending.deaths >= MAX_DEATHS:
+                self._fail(pending, f"the engine failed {MAX_DEATHS} times before it answered: try again later")
+
+    def _fail(self, pending: _Pending, message: str) -> None:
+        pending.over = True
+        pending.queue.put_nowait(EngineGone(message))
 
     async def generate(
         self, prompt: list[int], params: SamplingParams, seed: int, choice: int = 0
-    ) -> AsyncIterator[TokenOutput]:
+    ) -> AsyncGenerator[TokenOutput, None]:
         """Yields the tokens of a request. Leaving the iteration cancels it. Raises RequestError and EngineGone."""
+        if self.failed is not None:
+            raise EngineGone(f"the engine cannot start: {self.failed}")
         request_id = secrets.token_hex(8)
         pending = _Pending(Submit(request_id, prompt, params_to_dict(params), seed, choice))
         self._pending[request_id] = pending
         finished = False
         try:
-            if self._writer is not None and not self._writer.is_closing():
-                self._writer.write(pack(pending.submit))
-            while True:
+            self._send(pending.submit)
+            while not finished:
                 item = await pending.queue.get()
                 if isinstance(item, Exception):
                     finished = True
                     raise item
                 finished = item.finish_reason is not None
                 yield item
-                if finished:
-                    return
         finally:
             del self._pending[request_id]
-            if not finished and self._writer is not None and not self._writer.is_closing():
-                self._writer.write(pack(Cancel(request_id)))
+            if not finished:
+                self._send(Cancel(request_id))
+
+    def _send(self, message: Message) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(pack(message))

@@ -5,6 +5,7 @@ A hung step or a broken device can only be cured by a new process: the server st
 
 from __future__ import annotations
 
+import ctypes
 import os
 import select
 import signal
@@ -13,24 +14,28 @@ import sys
 import time
 from collections.abc import Iterator
 
-from aotc.errors import AotcError, RequestError
+from aotc.errors import AotcError, DeviceError, RequestError
 from aotc.runtime.engine import Engine
 from aotc.runtime.sequence import Request
 from aotc.runtime.server.messages import (
     MAX_FRAME,
     Alive,
     Cancel,
+    Load,
     Message,
     Outputs,
     Ready,
     Refused,
     Submit,
+    Unusable,
     pack,
     params_from_dict,
     unpack,
 )
 
-EXIT_DEVICE, EXIT_ARTIFACT = 70, 2
+HEARTBEAT = 0.5  # seconds
+LONG_STEP = 32  # tokens; a longer step is announced
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class Channel:
@@ -61,22 +66,35 @@ class Channel:
             yield unpack(body)
 
 
+def belong_to_server() -> None:
+    """Makes this process end with the server and not before it.
+
+    A terminal and systemd send their signals to both: the server decides what becomes of requests in flight. When it
+    is gone, the kernel kills this process, also in the middle of a step that never returns.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def serve(engine: Engine, channel: Channel, max_num_seqs: int) -> None:
     """Steps while there is work, takes messages between steps. Ends with EOFError when the server is gone."""
-    steps, said = 0, 0.0
+    said = 0.0
     while True:
-        for message in channel.receive(0.0 if engine.has_work else 0.5):
+        for message in channel.receive(0.0 if engine.has_work else HEARTBEAT):
             _take(engine, channel, message)
+        tokens = engine.scheduler.next_tokens
+        if tokens > LONG_STEP or time.monotonic() - said > HEARTBEAT:
+            channel.send(Alive(_load(engine, max_num_seqs), tokens))
+            said = time.monotonic()
         outputs = engine.step() if engine.has_work else []
-        steps += bool(outputs)
         if outputs:
-            scheduler = engine.scheduler
-            usage = 1 - scheduler.free_slots / max_num_seqs
-            channel.send(Outputs(outputs, len(scheduler.running), len(scheduler.waiting), usage))
-        now = time.monotonic()
-        if now - said > 0.5:
-            channel.send(Alive(steps))
-            said = now
+            channel.send(Outputs(outputs, _load(engine, max_num_seqs)))
+
+
+def _load(engine: Engine, max_num_seqs: int) -> Load:
+    scheduler = engine.scheduler
+    return Load(len(scheduler.running), len(scheduler.waiting), 1 - scheduler.free_slots / max_num_seqs)
 
 
 def _take(engine: Engine, channel: Channel, message: Message) -> None:
@@ -93,17 +111,17 @@ def _take(engine: Engine, channel: Channel, message: Message) -> None:
 
 def main(arguments: list[str]) -> int:
     from aotc.artifact.reader import open_artifact
-    from aotc.runtime.executor import CpuExecutor
+    from aotc.runtime.executor import open_executor
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both: the server decides
+    belong_to_server()
     descriptor, path, seqs = int(arguments[0]), arguments[1], int(arguments[2])
     channel = Channel(socket.socket(fileno=descriptor))
     try:
-        executor = CpuExecutor(open_artifact(path), seqs)
+        executor = open_executor(open_artifact(path), seqs, arguments[3] if len(arguments) > 3 else "auto")
         executor.warm()
     except AotcError as error:
-        print(f"aotc: error: {error}", file=sys.stderr)
-        return EXIT_ARTIFACT
+        channel.send(Unusable(str(error), isinstance(error, DeviceError)))
+        return 2
     engine = Engine(executor, executor.model.eos_token_ids)
     channel.send(Ready({k: int(v) for k, v in vars(executor.memory).items()}))
     try:

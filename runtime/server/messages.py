@@ -32,13 +32,19 @@ class Ready(msgspec.Struct, tag="ready"):
     memory: dict[str, int]
 
 
-class Outputs(msgspec.Struct, tag="outputs"):
-    """The tokens of one step, and how busy the engine is."""
+class Load(msgspec.Struct):
+    """How busy the engine is: sequences in its batch and waiting for a slot, share of the cache's slots in use."""
 
-    tokens: list[TokenOutput]
     running: int
     waiting: int
     cache_usage: float
+
+
+class Outputs(msgspec.Struct, tag="outputs"):
+    """The tokens of one step."""
+
+    tokens: list[TokenOutput]
+    load: Load
 
 
 class Refused(msgspec.Struct, tag="refused"):
@@ -49,12 +55,24 @@ class Refused(msgspec.Struct, tag="refused"):
 
 
 class Alive(msgspec.Struct, tag="alive"):
-    """Sent about once a second: the engine's loop makes progress."""
+    """The engine's loop makes progress: sent about twice a second, and before a step of many tokens.
 
-    steps: int
+    `tokens` is how many the next step computes: the server waits the longer for it.
+    """
+
+    load: Load
+    tokens: int = 0
 
 
-Message = Submit | Cancel | Ready | Outputs | Refused | Alive
+class Unusable(msgspec.Struct, tag="unusable"):
+    """The engine does not start; the message is the user's. `may_pass`: it is the device's fault, not the artifact's,
+    and another process may succeed later."""
+
+    message: str
+    may_pass: bool = False
+
+
+Message = Submit | Cancel | Ready | Outputs | Refused | Alive | Unusable
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from aotc.runtime.server.messages import Load
+
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
 
 
@@ -17,16 +22,16 @@ class Metrics:
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(f"{prefix}:{name}", text, ["model_name"], registry=self.registry).labels(model)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             made = Histogram(f"{prefix}:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
             return made.labels(model)
 
         def counter(name: str, text: str) -> Counter:
             return Counter(f"{prefix}:{name}", text, ["model_name"], registry=self.registry).labels(model)
 
-        self.running = gauge("num_requests_running", "Requests in the engine's batch.")
-        self.waiting = gauge("num_requests_waiting", "Requests waiting for a slot.")
-        self.cache_usage = gauge("kv_cache_usage_perc", "Share of cache slots in use, 1 is all.")
+        self._running = gauge("num_requests_running", "Requests in the engine's batch.")
+        self._waiting = gauge("num_requests_waiting", "Requests waiting for a slot.")
+        self._cache_usage = gauge("kv_cache_usage_perc", "Share of cache slots in use, 1 is all.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.engine_restarts = counter("engine_restarts", "Engine processes started again.")
@@ -36,12 +41,20 @@ class Metrics:
         self._model = model
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
         self.inter_token = histogram("inter_token_latency_seconds", "Between tokens.", _TOKEN_SECONDS)
-        self.end_to_end = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
+        self._end_to_end = histogram("e2e_request_latency_seconds", "From arrival to the last token.", _SECONDS)
+        self._prompt_lengths = histogram("request_prompt_tokens", "Prompt tokens of a finished request.", _TOKENS)
+        self._lengths = histogram("request_generation_tokens", "Tokens generated for a finished request.", _TOKENS)
 
-    def finished(self, reason: str) -> None:
+    def finished(self, reason: str, prompt_tokens: int, tokens: int, seconds: float) -> None:
         """Counts a finished request by its reason: stop, length, abort or error."""
         self._success.labels(self._model, reason).inc()
+        self._prompt_lengths.observe(prompt_tokens)
+        self._lengths.observe(tokens)
+        self._end_to_end.observe(seconds)
 
-    def render(self) -> bytes:
-        """Prometheus' text format."""
+    def render(self, load: Load, unfinished: int) -> bytes:
+        """Prometheus' text format. Of `unfinished` requests those that the engine does not run are waiting."""
+        self._running.set(load.running)
+        self._waiting.set(max(0, unfinished - load.running))
+        self._cache_usage.set(load.cache_usage)
         return generate_latest(self.registry)

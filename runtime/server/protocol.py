@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from aotc.errors import RequestError
-from aotc.runtime.sampling import SamplingParams
+from aotc.runtime.chat_template import ARGUMENTS
+from aotc.runtime.sampling import MAX_LOGPROBS, SamplingParams
 
 MAX_BODY = 8 << 20  # bytes
 MAX_N = 16
+MAX_PROMPTS = 64  # of one completion request
 
 
 class StreamOptions(msgspec.Struct):
@@ -20,10 +22,13 @@ class StreamOptions(msgspec.Struct):
 
 
 class _Common(msgspec.Struct, kw_only=True):
-    """Fields that both endpoints share. Unknown fields are ignored, as OpenAI's servers do."""
+    """Fields that both endpoints share; those from `functions` on are refused where they would change the answer.
+
+    What is not listed is ignored (`user`, `metadata`): it changes nothing.
+    """
 
     model: str | None = None
-    stream: bool = False
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
     max_tokens: int | None = None
@@ -43,26 +48,55 @@ class _Common(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
+    response_format: dict[str, Any] | None = None
+    best_of: int | None = None
+    echo: Any = None
+    use_beam_search: Any = None
+    prompt_logprobs: Any = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+
 
 class CompletionRequest(_Common, kw_only=True):
     """POST /v1/completions. The prompt is a text or token ids, or a list of texts or of lists of ids."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    echo: bool = False
     suffix: str | None = None
-    best_of: int | None = None
 
 
 class ChatRequest(_Common, kw_only=True):
     """POST /v1/chat/completions."""
 
     messages: list[dict[str, Any]]
-    logprobs: bool = False
+    logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    response_format: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    chat_template: Any = None
+    continue_final_message: Any = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},), "best_of": (1,), "echo": (), "use_beam_search": (),
+    "prompt_logprobs": (), "bad_words": (), "allowed_token_ids": (), "structured_outputs": (), "guided_json": (),
+    "guided_regex": (), "guided_choice": (), "guided_grammar": (), "suffix": (), "tools": (),
+    "tool_choice": ("none", "auto"), "functions": (), "function_call": ("none", "auto"), "modalities": (["text"],),
+    "audio": (), "chat_template": (), "continue_final_message": (),
+}  # fmt: skip
+"""Fields that are not supported, and their values, besides those that Python calls false, that ask for nothing."""
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
@@ -90,54 +124,88 @@ def decode(body: bytes, kind: type) -> Any:
         raise BadRequest(f"the body is not a valid request: {error}") from None
 
 
+def prompts(prompt: str | list[str | int | list[int]]) -> list[str | list[int]]:
+    """The prompts of a request: one text, one list of ids, or a list of texts or of lists. Raises BadRequest."""
+    if isinstance(prompt, str):
+        return [prompt]
+    ids = [p for p in prompt if isinstance(p, int)]
+    if prompt and len(ids) == len(prompt):
+        return [ids]
+    if ids or not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise BadRequest(f"prompt must be a text, token ids, or 1 to {MAX_PROMPTS} of either", param="prompt")
+    return [p for p in prompt if not isinstance(p, int)]
+
+
+def template_arguments(request: ChatRequest) -> dict[str, Any]:
+    """What the request sets in the chat template besides messages. Raises BadRequest."""
+    arguments = request.chat_template_kwargs or {}
+    unknown = sorted(arguments.keys() - set(ARGUMENTS))
+    if unknown:
+        message = f"chat_template_kwargs may hold {', '.join(ARGUMENTS)}, not {unknown[0][:40]!r}"
+        raise BadRequest(message, param="chat_template_kwargs")
+    return {"add_generation_prompt": request.add_generation_prompt, **arguments}
+
+
 def sampling_params(
-    request: CompletionRequest | ChatRequest, defaults: Mapping[str, Any], max_tokens: int
+    request: CompletionRequest | ChatRequest, defaults: Mapping[str, Any], max_tokens: int, vocab_size: int
 ) -> SamplingParams:
-    """The settings of a request: its own, then the model's generation config, then OpenAI's. Raises RequestError."""
-    refused = {
-        "best_of": getattr(request, "best_of", None) not in (None, 1),
-        "suffix": bool(getattr(request, "suffix", None)),
-        "echo": getattr(request, "echo", False),
-        "tools": bool(getattr(request, "tools", None)),
-        "response_format": (getattr(request, "response_format", None) or {}).get("type", "text") != "text",
-    }
-    for name, wanted in refused.items():
-        if wanted:
-            raise BadRequest(f"{name} is not supported yet", param=name)
+    """The settings of a request: its own, then the model's generation config, then OpenAI's. Raises BadRequest.
+
+    `max_tokens` is the default of the chat endpoint: what the context has room for.
+    """
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(request, name, None)
+        if value and value not in neutral:
+            raise BadRequest(f"{name} is not supported: leave it out", param=name)
     fields: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
-    fields |= {k: defaults[k] for k in ("temperature", "top_p", "top_k", "repetition_penalty") if k in defaults}
-    names = ("temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
-             "repetition_penalty", "min_tokens", "stop_token_ids", "n")  # fmt: skip
-    fields |= {n: getattr(request, n) for n in names if getattr(request, n) is not None}
+    fields |= {k: defaults[k] for k in _DEFAULTED if defaults.get(k) is not None}
+    fields |= {k: getattr(request, k) for k in _COPIED if getattr(request, k) is not None}
     if fields.get("n", 1) > MAX_N:
-        raise BadRequest(f"n must be at most {MAX_N}", param="n")
-    stop = request.stop
-    fields["stop"] = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    fields["stop_token_ids"] = tuple(fields.get("stop_token_ids", ()))
+        raise BadRequest(f"n must be at most {MAX_N}, got {fields['n']}", param="n")
+    if -(2**63) <= fields.get("seed", 0) < 0:  # OpenAI's seeds have a sign
+        fields["seed"] += 2**64
     try:
         fields["logit_bias"] = {int(k): v for k, v in (request.logit_bias or {}).items()}
     except ValueError:
         raise BadRequest("logit_bias must map token ids to numbers", param="logit_bias") from None
     if isinstance(request, ChatRequest):
-        asked = request.top_logprobs
-        if asked is not None and not request.logprobs:
-            raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-        fields["logprobs"] = (asked or 0) if request.logprobs else None
-        limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+        limit, fields["logprobs"] = _chat_fields(request)
     else:
-        fields["logprobs"], limit = request.logprobs, 16 if request.max_tokens is None else request.max_tokens
+        limit, fields["logprobs"] = 16 if request.max_tokens is None else request.max_tokens, request.logprobs
     fields["max_tokens"] = max_tokens if limit is None else limit
-    return SamplingParams(
-        ignore_eos=request.ignore_eos,
-        skip_special_tokens=request.skip_special_tokens,
-        include_stop_str_in_output=request.include_stop_str_in_output,
-        **fields,
-    )
+    try:
+        params = SamplingParams(**fields)
+        params.check_vocab(vocab_size)
+        return params
+    except RequestError as error:
+        raise BadRequest(str(error), param=_named(str(error))) from None
 
 
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+_DEFAULTED = ("temperature", "top_p", "top_k", "repetition_penalty")
+_COPIED = (
+    "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty",
+    "min_tokens", "stop", "stop_token_ids", "n", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output",
+)  # fmt: skip
+
+
+def _chat_fields(request: ChatRequest) -> tuple[int | None, int | None]:
+    """max_tokens and logprobs of SamplingParams under the names that the chat endpoint has for them."""
+    asked, wanted = request.top_logprobs, bool(request.logprobs)
+    if asked is not None and not wanted:
+        raise BadRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    if asked is not None and not 0 <= asked <= MAX_LOGPROBS:
+        raise BadRequest(f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {asked}", param="top_logprobs")
+    if request.max_completion_tokens is not None:
+        if request.max_completion_tokens < 1:
+            raise BadRequest("max_completion_tokens must be at least 1", param="max_completion_tokens")
+        return request.max_completion_tokens, asked or 0 if wanted else None
+    return request.max_tokens, asked or 0 if wanted else None
+
+
+def _named(message: str) -> str | None:
+    """The field that an error of SamplingParams is about: its messages begin with what must be so."""
+    subject = message.partition(" must ")[0].split()
+    return next((word for word in subject if word in SamplingParams.__slots__), None)
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
@@ -145,14 +213,8 @@ def usage(prompt: int, completion: int) -> dict[str, int]:
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
-def envelope(kind: Literal["completion", "chat"], stream: bool, request_id: str, model: str) -> dict[str, Any]:
+def envelope(chat: bool, stream: bool, request_id: str, model: str) -> dict[str, Any]:
     """What every response and chunk begins with."""
-    if kind == "completion":
-        return {"id": f"cmpl-{request_id}", "object": "text_completion", "created": int(time.time()), "model": model}
-    suffix = ".chunk" if stream else ""
-    return {
-        "id": f"chatcmpl-{request_id}",
-        "object": f"chat.completion{suffix}",
-        "created": int(time.time()),
-        "model": model,
-    }
+    kind = ("chat.completion.chunk" if stream else "chat.completion") if chat else "text_completion"
+    prefix = "chatcmpl" if chat else "cmpl"
+    return {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time()), "model": model}

@@ -10,7 +10,7 @@ from aotc.errors import AotcError
 
 @pytest.mark.parametrize("unset", [True, False])
 def test_absent_and_empty_mean_the_default(monkeypatch: pytest.MonkeyPatch, unset: bool) -> None:
-    for name in ("AOTC_CACHE", "AOTC_DUMP", "AOTC_NUM_THREADS", "AOTC_CXX", "AOTC_LOG"):
+    for name in ("AOTC_CACHE", "AOTC_DUMP", "AOTC_NUM_THREADS", "AOTC_CXX", "AOTC_LOG", "AOTC_API_KEY"):
         if unset:
             monkeypatch.delenv(name, raising=False)
         else:
@@ -18,6 +18,7 @@ def test_absent_and_empty_mean_the_default(monkeypatch: pytest.MonkeyPatch, unse
     monkeypatch.setenv("HOME", "/somewhere")
     assert knobs.cache_dir() == Path("/somewhere/.cache/aotc")
     assert (knobs.dump_dir(), knobs.num_threads(), knobs.cxx(), knobs.log_level()) == (None, None, None, None)
+    assert knobs.api_key() is None
 
 
 def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +28,8 @@ def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AOTC_NUM_THREADS", "3")
     monkeypatch.setenv("AOTC_CXX", "clang++")
     monkeypatch.setenv("AOTC_LOG", "Debug")
+    monkeypatch.setenv("AOTC_API_KEY", "secret")
+    assert knobs.api_key() == "secret"
     assert (knobs.cache_dir(), knobs.dump_dir()) == (Path("/somewhere/models"), Path("dump"))
     assert (knobs.num_threads(), knobs.cxx(), knobs.log_level()) == (3, "clang++", "debug")
 

@@ -2,8 +2,12 @@
 
 It answers with its prompt, over and over, from an offset that seed and choice decide where the temperature is not 0.
 Words in the prompt make it misbehave at output number N: `eos:N` ends, `nan:N` gives no valid token, `die:N` ends the
-process the first time and `kill:N` every time. `slow` takes 20 ms a step, `stuck` never returns. What happens is
-written to FOLDER/log, a JSON line each.
+process the first time and `kill:N` every time. `slow` takes 20 ms a step, `nap` a second and a half for the first
+token, `stuck` the first time never returns.
+
+Files in FOLDER, looked at on start: `refuse` and `unplugged` hold the message with which it refuses for the artifact's
+sake or for the device's, `crash` ends it without one, `babble` holds bytes that it sends when it is ready, once. What
+happens is written to FOLDER/log, a JSON line each.
 """
 
 from __future__ import annotations
@@ -12,7 +16,6 @@ import contextlib
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import time
@@ -23,8 +26,9 @@ import numpy as np
 
 from aotc.runtime.engine import Engine
 from aotc.runtime.sequence import Request, Row, Sequence
-from aotc.runtime.server.engine_process import Channel, serve
-from aotc.runtime.server.messages import Ready
+from aotc.runtime.server import engine_process
+from aotc.runtime.server.engine_process import Channel, belong_to_server, serve
+from aotc.runtime.server.messages import Ready, Unusable
 
 EOS, VOCAB, MAX_MODEL_LEN = 257, 258, 200
 _COMMAND = re.compile(r"(eos|nan|die|kill):(\d+)")
@@ -69,7 +73,9 @@ class FakeExecutor:
         text = text_of(request.prompt_token_ids)
         if "slow" in text:
             time.sleep(0.02)
-        if "stuck" in text:
+        if "nap" in text and number == 0:
+            time.sleep(1.5)
+        if "stuck" in text and self._first_time():
             time.sleep(600)
         for word, at in _COMMAND.findall(text):
             if number == int(at):
@@ -77,12 +83,16 @@ class FakeExecutor:
                     return EOS
                 if word == "nan":
                     return -1
-                flag = self.folder / "died"
-                if word == "kill" or not flag.exists():
-                    flag.touch()
+                if word == "kill" or self._first_time():
                     os._exit(1)
         shift = 0 if request.params.greedy else 7 * request.seed + request.choice
         return request.prompt_token_ids[(number + shift) % sequence.prompt_len]
+
+    def _first_time(self) -> bool:
+        flag = self.folder / "misbehaved"
+        first = not flag.exists()
+        flag.touch()
+        return first
 
 
 class LoggingEngine(Engine):
@@ -108,19 +118,22 @@ class LoggingEngine(Engine):
 
 def main() -> None:
     descriptor, folder, seqs = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    belong_to_server()
+    engine_process.HEARTBEAT = 0.05
     channel = Channel(socket.socket(fileno=descriptor))
     engine = LoggingEngine(FakeExecutor(folder, seqs))
     engine.log("start", pid=os.getpid())
-    if (folder / "refuse").exists():
-        os._exit(2)
+    for name in ("refuse", "unplugged"):
+        if (folder / name).exists():
+            channel.send(Unusable((folder / name).read_text(), may_pass=name == "unplugged"))
+            os._exit(2)
     if (folder / "crash").exists():
         os._exit(1)
     channel.send(Ready({"weights": 1}))
     if (folder / "babble").exists():
-        (folder / "babble").unlink()
-        channel._socket.sendall(b"\x03\0\0\0abc")
+        garbage = (folder / "babble").read_bytes()
+        (folder / "babble").unlink()  # before the server can end this process
+        channel._socket.sendall(garbage)
     with contextlib.suppress(EOFError, ConnectionError):
         serve(engine, channel, seqs)
     engine.log("end")

@@ -1,130 +1,9 @@
 """The HTTP server over a fake engine process, through real sockets."""
 
-import asyncio
-import contextlib
-import json
-import os
-import socket
-import sys
-import threading
 import time
-from pathlib import Path
 
-import httpx
 import pytest
-import tokenizers
-import uvicorn
-
-from aotc.runtime.chat_template import ChatTemplate
-from aotc.runtime.server.app import Server, Settings
-from aotc.runtime.server.engine_client import EngineClient
-from aotc.runtime.server.metrics import Metrics
-from aotc.runtime.tokenizer import Tokenizer
-
-FAKE = Path(__file__).with_name("fake_engine.py")
-VOCAB, MAX_LEN = 258, 200
-TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory):
-    """One token a byte, and two special ones."""
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({c: n for n, c in enumerate(alphabet)}, []))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
-    return Tokenizer(path, {"eos_token_id": 257})
-
-
-class Running:
-    """A server in a thread, its engine in a process."""
-
-    def __init__(self, folder, tokenizer, api_key=None, queue=64, seqs=4, template=TEMPLATE):
-        self.folder = folder
-        self.engine = EngineClient(str(folder), seqs, [sys.executable, str(FAKE)])
-        settings = Settings("fake", MAX_LEN, VOCAB, api_key, queue)
-        chat = ChatTemplate(template) if template else None
-        self.server = Server(settings, self.engine, tokenizer, chat, Metrics("aotc", "fake"))
-        config = uvicorn.Config(self.server.app(), log_level="warning", timeout_graceful_shutdown=5)
-        self.uvicorn = uvicorn.Server(config)
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.address = self.socket.getsockname()
-        self.url = f"http://127.0.0.1:{self.address[1]}"
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.uvicorn.serve([self.socket])))
-        self.client = httpx.Client(base_url=self.url, timeout=20)
-
-    def __enter__(self):
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_):
-        self.client.close()
-        self.uvicorn.should_exit = True
-        self.thread.join(10)
-        assert not self.thread.is_alive()
-        assert not alive(self.pids()[-1]) if self.pids() else True
-
-    def wait_ready(self):
-        wait(lambda: self.client.get("/health").status_code == 200)
-        return self
-
-    def log(self, event=None):
-        path = self.folder / "log"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line for line in lines if event in (None, line["event"])]
-
-    def pids(self):
-        return [line["pid"] for line in self.log("start")]
-
-    def complete(self, prompt, **fields):
-        return self.client.post("/v1/completions", json={"prompt": prompt, "temperature": 0, **fields})
-
-    def chat(self, content, **fields):
-        messages = [{"role": "user", "content": content}]
-        return self.client.post("/v1/chat/completions", json={"messages": messages, "temperature": 0, **fields})
-
-    def metric(self, name):
-        for line in self.client.get("/metrics").text.splitlines():
-            if line.startswith(name + "{"):
-                return float(line.rsplit(" ", 1)[1])
-        raise KeyError(name)
-
-
-def alive(pid):
-    return os.path.exists(f"/proc/{pid}")
-
-
-def wait(condition, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited too long"
-        time.sleep(0.01)
-
-
-def events(response):
-    """The JSON of each server-sent event; the last one must be [DONE]."""
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
-@pytest.fixture(scope="module")
-def server(tokenizer, tmp_path_factory):
-    with Running(tmp_path_factory.mktemp("engine"), tokenizer) as running:
-        yield running.wait_ready()
-
-
-@pytest.fixture
-def fresh(tokenizer, tmp_path):
-    """fresh(**options) -> a server of its own, ended with the test."""
-    with contextlib.ExitStack() as stack:
-        yield lambda **options: stack.enter_context(Running(tmp_path, tokenizer, **options))
-
-
-# Answers
+from serving import MAX_LEN, events
 
 
 def test_completion(server):
@@ -224,6 +103,14 @@ def test_logprobs(server):
     streamed = events(server.chat("ab", max_tokens=2, logprobs=True, stream=True))
     pieces = [c["choices"][0]["logprobs"] for c in streamed]
     assert [t["token"] for p in pieces if p for t in p["content"]] == ["a", "b"]
+
+
+def test_logprobs_of_parts_of_characters(server):
+    """Their text is no text; bytes are, and keys of the older form do not fall together."""
+    content = server.chat("é", max_tokens=2, logprobs=True).json()["choices"][0]["logprobs"]["content"]
+    assert [(t["token"], t["bytes"]) for t in content] == [("\ufffd", [0xC3]), ("\ufffd", [0xA9])]
+    logprobs = server.complete("é", max_tokens=2, logprobs=1).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
 
 
 def test_models_tokenize_and_detokenize(server):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+import onnx
 from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 
 from aotc.errors import SourceError, UnsupportedError
 from aotc.frontend.onnx.known import Known, Tensor, is_known
+from aotc.frontend.onnx.tensors import plain
 from aotc.ir.sizes import Size
+
+_MOST_COUNTED = 1 << 22
 
 
 class UnknownParameterError(UnsupportedError):
@@ -35,12 +39,41 @@ class Call:
         return self.proto.name or next((o for o in self.proto.output if o), "")
 
     def __str__(self) -> str:
-        domain = f", domain {self.proto.domain}" if self.proto.domain not in ("", "ai.onnx") else ""
-        return f"node {self.label!r} ({self.proto.op_type}, opset {self.opset}{domain})"
+        domain = f", domain {plain(self.proto.domain)}" if self.proto.domain not in ("", "ai.onnx") else ""
+        return f"node '{plain(self.label)}' ({plain(self.proto.op_type)}, opset {self.opset}{domain})"
+
+    def require_inputs(self) -> None:
+        """Raises SourceError where the operator's definition asks for more inputs, or for fewer."""
+        if not onnx.defs.has(self.proto.op_type) or not self.opset:
+            return
+        try:
+            schema = onnx.defs.get_schema(self.proto.op_type, self.opset)
+        except onnx.defs.SchemaError:  # younger than the opset: its row refuses it or takes it
+            return
+        if len(self.inputs) > schema.max_input:
+            raise SourceError(f"{self} has {len(self.inputs)} inputs, and takes {schema.max_input} at most")
+        options = onnx.defs.OpSchema.FormalParameterOption
+        for i in range(max(len(self.inputs), schema.min_input)):
+            parameter = schema.inputs[min(i, len(schema.inputs) - 1)]
+            given = i < len(self.inputs) and self.inputs[i] is not None
+            if not given and parameter.option != options.Optional:
+                raise SourceError(f"{self} lacks its input {parameter.name}")
 
     def refusal(self, message: str) -> UnsupportedError:
         """An error that names the node."""
         return UnsupportedError(f"{self}: {message}")
+
+    def misfit(self, message: str, *sizes: Size) -> SourceError | UnsupportedError:
+        """An error for sizes that do not fit: a fault of the file, or, where some are dims, a limit of ours."""
+        if all(isinstance(s, int) for s in sizes):
+            return SourceError(f"{self}: {message}")
+        return self.refusal(message if "static" in message else f"{message}: make the dims in them static")
+
+    def counted(self, count: float) -> int:
+        """A number of elements that are computed while compiling. Raises UnsupportedError for more than memory is for."""
+        if not 0 <= count <= _MOST_COUNTED:
+            raise self.refusal(f"needs {count} elements when compiling, and aotc makes {_MOST_COUNTED} at most")
+        return int(count)
 
     def wants(self, output: int) -> bool:
         """True where the model uses that output."""
@@ -108,7 +141,7 @@ class Call:
         """Axes from the front, in the order given."""
         found = tuple(self.axis(a, rank) for a in axes)
         if len(set(found)) != len(found):
-            raise SourceError(f"{self}: axes {list(axes)} repeat")
+            raise SourceError(f"{self}: axes {list(axes)[:32]} repeat")
         return found
 
     def array(self, tensor: Tensor) -> np.ndarray:
@@ -131,11 +164,11 @@ class Call:
         name = next((n for n, x in zip(self.proto.input, self.inputs, strict=False) if x is tensor), "")
         if isinstance(tensor, Known):
             message = (
-                f"{self}: its parameter {name!r} depends on a dynamic dim: make that dim static, for example --dim N=4"
+                f"{self}: its parameter '{plain(name)}' depends on a dynamic dim: make that dim static, for example --dim N=4"
             )
         else:
             message = (
-                f"{self}: its parameter {name!r} is computed at run time, and shapes must be known when compiling: "
+                f"{self}: its parameter '{plain(name)}' is computed at run time, and shapes must be known when compiling: "
                 f"make it an initialiser"
             )
         return UnknownParameterError(message, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,9 +10,10 @@ from pathlib import Path
 from onnx import ValueInfoProto
 
 from aotc.errors import RequestError, SourceError, UnsupportedError
+from aotc.frontend.onnx.tensors import plain
 from aotc.ir.sizes import Dim, Expr, Size, evaluate, names_in, parse, symbol
 
-_MOST_RANK = 32
+_MOST_RANK, _MOST_ELEMENTS = 32, 1 << 40
 
 
 def read_dims(
@@ -44,13 +46,16 @@ def identifier(name: str) -> str:
 def _shape(value: ValueInfoProto) -> list[Size]:
     kind = value.type.WhichOneof("value")
     if kind != "tensor_type":
-        raise UnsupportedError(f"input {value.name!r} is a {(kind or 'value without type').removesuffix('_type')}, "
+        raise UnsupportedError(f"input '{plain(value.name)}' is of the kind {(kind or 'unknown').removesuffix('_type')}, "
                                f"and aotc takes tensors only: pass each tensor as an input of its own")  # fmt: skip
     if not value.type.tensor_type.HasField("shape"):
-        raise UnsupportedError(f"input {value.name!r} has no shape: give it one with onnx.tools.update_model_dims")
+        raise UnsupportedError(f"input '{plain(value.name)}' has no shape: give it one with onnx.tools.update_model_dims")
     dims = value.type.tensor_type.shape.dim
     if len(dims) > _MOST_RANK:
-        raise SourceError(f"input {value.name!r} has {len(dims)} axes, at most {_MOST_RANK} are read")
+        raise SourceError(f"input '{plain(value.name)}' has {len(dims)} axes, at most {_MOST_RANK} are read")
+    if math.prod(max(d.dim_value, 1) for d in dims) > _MOST_ELEMENTS:
+        shape = [d.dim_param or d.dim_value for d in dims]
+        raise SourceError(f"input '{plain(value.name)}' has the shape {plain(str(shape))}, which no memory holds")
     return [_size(d.WhichOneof("value"), d.dim_value, d.dim_param, f"{value.name}_{i}") for i, d in enumerate(dims)]
 
 
@@ -90,7 +95,7 @@ def _check(names: Sequence[str], bounds: Mapping[str, tuple[int, int]], path: Pa
     unknown = [n for n in bounds if n not in names]
     if unknown:
         have = ", ".join(names) or "none"
-        raise RequestError(f"{path.name} has no dynamic dim {unknown[0]!r}; its dynamic dims: {have}")
+        raise RequestError(f"{path.name} has no dynamic dim '{plain(unknown[0])}'; its dynamic dims: {have}")
     for name in names:
         lo, hi = bounds[name]
         if not 0 <= lo <= hi < 2**31:

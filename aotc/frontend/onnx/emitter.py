@@ -157,7 +157,9 @@ class Emitter:
         if any(isinstance(s, Expr) for s in shape):
             return self.builder.emit("constant", attrs=ConstantAttrs(value, dtype, shape))
         with np.errstate(all="ignore"):
-            return known(np.broadcast_to(np.asarray(value).astype(dtype.np), shape))  # type: ignore[arg-type]
+            element = known(np.asarray(value).astype(dtype.np))
+        array = np.broadcast_to(element.array, shape)  # type: ignore[arg-type]
+        return element if not shape else Known(TensorType(dtype, shape), lambda: array, repeats=(element, ()))
 
     def constant(self, array: np.ndarray) -> Known:
         """A tensor of given elements."""
@@ -247,6 +249,8 @@ class Emitter:
     def inside(self, index: Tensor, size: Size) -> Tensor:
         """Indices into an axis of `size`: negative ones count from its end. Known ones that leave it are refused,
         others stop at its borders: a kernel never reads outside a tensor."""
+        if size == 0 and 0 not in index.type.shape:
+            raise TypeError("looks elements up in an axis that has none")
         if is_known(index) and isinstance(size, int):
             array = index.array.astype(np.int64)  # type: ignore[union-attr]
             if array.size and not -size <= array.min() <= array.max() < size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,11 +19,13 @@ from aotc.ir.sizes import Dim, Expr, Size
 _SMALL = 1 << 20
 _LARGE = 1 << 27
 """Bytes. Results up to _SMALL are folded; larger ones, up to _LARGE, where they are no larger than their inputs."""
+_MOST_SIZES = 1 << 10
+"""Bytes of a tensor of sizes: shapes are short, and each element is arithmetic of its own."""
 
 
 def fold(op: str, inputs: Sequence[Known], attrs: Any, _: Sequence[Dim]) -> tuple[Known, ...] | None:
     """The op's results, or None where they are too large to keep or have dims in their shapes."""
-    if op in ("if", "fusion"):
+    if op in ("if", "fusion", "convolution", "reduce_window"):  # windows: the work is out of all proportion to the sizes
         return None
     types = OPS[op].infer(tuple(x.type for x in inputs), attrs)
     if any(isinstance(s, Expr) for t in types for s in t.shape):
@@ -45,13 +48,14 @@ def _repeated(x: Known, attrs: BroadcastAttrs, type_: TensorType) -> Known:
 
 
 def _is_small(types: Sequence[TensorType], limit: int) -> bool:
-    return all(int(np.prod(t.shape, dtype=np.float64)) * t.dtype.itemsize <= limit for t in types)  # type: ignore[arg-type]
+    fixed = ([max(s, 1) for s in t.shape if isinstance(s, int)] for t in types)  # an axis of none has neighbours
+    return all(math.prod(shape) * t.dtype.itemsize <= limit for shape, t in zip(fixed, types, strict=True))
 
 
 def fold_sizes(op: str, inputs: Sequence[Known], attrs: Any, dims: Sequence[Dim]) -> tuple[Known, ...] | None:
     """The op on tensors of sizes, or None where it has no meaning on them or the dims' bounds do not decide it."""
     (type_, *others) = OPS[op].infer(tuple(x.type for x in inputs), attrs)
-    if others:
+    if others or not _is_small((type_,), _MOST_SIZES):
         return None
     arrays = [x.array if x.symbolic else x.array.astype(object) for x in inputs]
     if op in _PLACING and not any(isinstance(s, Expr) for s in type_.shape):

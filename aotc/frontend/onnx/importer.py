@@ -16,7 +16,7 @@ from aotc.frontend.onnx.emitter import Emitter, WeightTable
 from aotc.frontend.onnx.known import Known, Tensor
 from aotc.frontend.onnx.operators import OPERATORS, REFUSED
 from aotc.frontend.onnx.reader import ModelFile
-from aotc.frontend.onnx.tensors import dtype_of, type_of
+from aotc.frontend.onnx.tensors import dtype_of, plain, type_of
 from aotc.ir.graph import Graph, TensorType, Value
 from aotc.ir.ops.control import IfAttrs
 
@@ -38,10 +38,13 @@ def import_model(path: Path, bounds: Mapping[str, tuple[int, int]]) -> tuple[Gra
     functions = {(f.domain, f.name): f for f in file.proto.functions}
     importer = Importer(emitter, file, file.opsets, functions)
     for value, shape in zip(inputs, shapes, strict=True):
-        dtype = dtype_of(value.type.tensor_type.elem_type, f"input {value.name!r}")
+        dtype = dtype_of(value.type.tensor_type.elem_type, f"input '{plain(value.name)}'")
         importer.define(value.name, emitter.builder.input(value.name, TensorType(dtype, shape)))
     importer.run(proto)
-    outputs = {o.name: emitter.value(importer.find(o.name)) for o in proto.output}
+    try:
+        outputs = {o.name: emitter.value(importer.find(o.name)) for o in proto.output}
+    except (TypeError, ValueError, OverflowError) as error:
+        raise SourceError(f"{path}: an output cannot be computed: {str(error).splitlines()[0]}") from error
     return emitter.builder.finish(outputs), weights
 
 
@@ -68,7 +71,7 @@ class Importer:
     def define(self, name: str, tensor: Tensor) -> None:
         """Binds a name. Raises SourceError for a second definition."""
         if name in self.names:
-            raise SourceError(f"{self.file.path} defines {name!r} twice")
+            raise SourceError(f"{self.file.path} defines '{plain(name)}' twice")
         self.names[name] = tensor
 
     def find(self, name: str) -> Tensor:
@@ -76,7 +79,7 @@ class Importer:
         if name in self.names:
             return self.names[name]
         if self.outer is None:
-            raise SourceError(f"{self.file.path} uses {name!r} before it is defined")
+            raise SourceError(f"{self.file.path} uses '{plain(name)}' before it is defined")
         found = self.outer.find(name)
         if isinstance(found, Value) and self.emitter is not self.outer.emitter:
             return self.emitter.capture(found)
@@ -87,7 +90,7 @@ class Importer:
         if proto.sparse_initializer:
             raise UnsupportedError(f"{self.file.path} holds sparse initialisers: save it with dense ones")
         for tensor in proto.initializer:
-            where = f"initialiser {tensor.name!r}"
+            where = f"initialiser '{plain(tensor.name)}'"
             read = lambda tensor=tensor, where=where: self.file.array(tensor, where)  # noqa: E731
             self.define(tensor.name, Known(type_of(tensor, where), read, tensor.name))
         for node in proto.node:
@@ -108,11 +111,11 @@ class Importer:
         except NotImplementedError as error:
             raise call.refusal(str(error)) from error
         except (TypeError, ValueError, IndexError, KeyError, OverflowError, ZeroDivisionError, MemoryError) as error:
-            raise SourceError(f"{call}: {str(error).splitlines()[0] if str(error) else error!r}") from error
+            raise _misfit(call, error) from error
         for i, name in enumerate(proto.output):
             if name:
                 if i >= len(results):
-                    raise call.refusal(f"its output {i} ({name!r}) is not supported: remove what uses it")
+                    raise call.refusal(f"its output {i} ('{plain(name)}') is not supported: remove what uses it")
                 self.define(name, results[i])
 
     def _attributes(self, proto: NodeProto) -> dict[str, AttributeProto]:
@@ -134,6 +137,7 @@ class Importer:
             raise call.refusal(REFUSED[op])
         if domain != "" or op not in OPERATORS:
             raise call.refusal("aotc does not know this operator: replace it by others, or add a row for it")
+        call.require_inputs()
         results = OPERATORS[op](self.emitter, call, *call.inputs)
         return (results,) if isinstance(results, Value | Known) else results
 
@@ -172,6 +176,17 @@ class Importer:
         body.attributes = self.attributes
         body.run(graph)
         return emitter, [body.find(o.name) for o in graph.output]
+
+
+def _misfit(call: Call, error: Exception) -> AotcError:
+    """What a row or a type rule could not make sense of: a fault of the file, or a limit of ours where sizes that
+    are dims may well fit when the model runs."""
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, KeyError):
+        reason = f"{reason} is no value that aotc knows here"
+    if "'Expr'" in reason:  # a row counted with a dim as if it were a number
+        reason = f"needs numbers for the sizes of {[str(x.type) for x in call.inputs if x is not None]}"
+    return call.misfit(reason, *(s for x in call.inputs if x is not None for s in x.type.shape))
 
 
 def join(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from aotc.errors import SourceError
 from aotc.frontend.onnx.call import Call
 from aotc.frontend.onnx.emitter import Emitter, known_scalar
 from aotc.frontend.onnx.known import Tensor
@@ -181,7 +180,7 @@ def _causal_conv(
     batch, depth, length = x.type.shape
     k = weight.type.shape[2]
     if not isinstance(k, int) or not isinstance(depth, int):
-        raise SourceError(f"{n}: a kernel of size {k} over {depth} channels")
+        raise n.misfit(f"a kernel of size {k} over {depth} channels", k, depth)
     before = past if past is not None else b.scalar(0, x.type.dtype, (batch, depth, k - 1))
     whole = b.concatenate([before, x], 2) if k > 1 else x
     out = b.emit("convolution", whole, weight, attrs=ConvAttrs((1,), (0,), (0,), (1,), depth))

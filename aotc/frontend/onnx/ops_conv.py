@@ -180,7 +180,7 @@ def _max_pool_with_indices(b: Emitter, n: Call, x: Tensor, w: Window) -> Sequenc
     if not all(isinstance(s, int) for s in (batch, depth, *spatial)):
         raise n.refusal("gives indices, which need static sizes: fix the dims of its input")
     sizes: list[int] = spatial  # type: ignore[assignment]
-    flat, outs = _window_places(sizes, w)
+    flat, outs = _window_places(n, sizes, w)
     places = np.where(flat < 0, 0, flat)
     inside = b.take(b.reshape(x, (batch, depth, product(tuple(spatial)))), known(places), 2)
     floor = lowest(x.type.dtype.np)
@@ -196,12 +196,14 @@ def _max_pool_with_indices(b: Emitter, n: Call, x: Tensor, w: Window) -> Sequenc
     return [b.reshape(t, (batch, depth, *outs)) for t in (values, index)]
 
 
-def _window_places(sizes: Sequence[int], w: Window) -> tuple[np.ndarray, list[int]]:
+def _window_places(n: Call, sizes: Sequence[int], w: Window) -> tuple[np.ndarray, list[int]]:
     """Flat places of the elements of each window, i64 [windows, elements], -1 in the padding; and the output's sizes."""
-    outs, grid = [], []
-    for size, k, s, lo, hi, d, e in zip(sizes, *w, strict=True):
-        outs.append((size + lo + hi + e - (k - 1) * d - 1) // s + 1)
-        line = np.arange(outs[-1])[:, None] * s + np.arange(k) * d - lo
+    fields = list(zip(sizes, *w, strict=True))
+    outs = [(size + lo + hi + e - (k - 1) * d - 1) // s + 1 for size, k, s, lo, hi, d, e in fields]
+    n.counted(math.prod(outs) * math.prod(w.kernel))
+    grid = []
+    for count, (size, k, s, lo, _, d, _) in zip(outs, fields, strict=True):
+        line = np.arange(count)[:, None] * s + np.arange(k) * d - lo
         grid.append(np.where((line < 0) | (line >= size), -1, line))
     rank = len(sizes)
     flat = np.zeros((1,) * 2 * rank, np.int64)

@@ -10,6 +10,7 @@ from aotc.errors import SourceError
 from aotc.frontend.onnx.call import Call
 from aotc.frontend.onnx.emitter import Emitter, broadcast_shape
 from aotc.frontend.onnx.known import Tensor, known
+from aotc.frontend.onnx.tensors import plain
 from aotc.ir.ops.contraction import DotAttrs
 
 Row = Callable[..., Tensor]
@@ -70,7 +71,7 @@ def _parse(n: Call, equation: str, operands: Sequence[Tensor]) -> tuple[list[str
     left, arrow, right = equation.replace(" ", "").partition("->")
     words = left.split(",")
     if len(words) != len(operands):
-        raise SourceError(f"{n}: {equation!r} names {len(words)} operands, not {len(operands)}")
+        raise SourceError(f"{n}: '{plain(equation)}' names {len(words)} operands, not {len(operands)}")
     digits, longest = "9876543210", 0
     for i, (word, x) in enumerate(zip(words, operands, strict=True)):
         count = x.type.rank - len(word.replace("...", ""))
@@ -78,7 +79,7 @@ def _parse(n: Call, equation: str, operands: Sequence[Tensor]) -> tuple[list[str
             longest = max(longest, count)
             words[i] = word.replace("...", digits[len(digits) - count :])
         if len(words[i]) != x.type.rank:
-            raise SourceError(f"{n}: {equation!r} does not fit an operand with {x.type.rank} axes")
+            raise SourceError(f"{n}: '{plain(equation)}' does not fit an operand with {x.type.rank} axes")
     if arrow:
         result = right.replace("...", digits[len(digits) - longest :])
     else:
@@ -104,6 +105,7 @@ def _diagonals(b: Emitter, n: Call, x: Tensor, word: str) -> tuple[Tensor, str]:
             size = x.type.shape[i]
             if not isinstance(size, int):
                 raise n.refusal(f"takes the diagonal of the dynamic dim {size}: make it static")
+            n.counted(size)
             rest = [a for a in range(x.type.rank) if a not in (i, j)]
             flat = b.transpose(x, [*rest, i, j])
             flat = b.reshape(flat, (*flat.type.shape[:-2], size * size))

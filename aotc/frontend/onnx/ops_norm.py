@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from aotc.errors import SourceError
 from aotc.frontend.onnx.call import Call
 from aotc.frontend.onnx.emitter import Emitter
 from aotc.frontend.onnx.known import Tensor
@@ -84,7 +83,7 @@ def _group_norm(b: Emitter, n: Call, x: Tensor, scale: Tensor, bias: Tensor) -> 
     groups = n.attr_int("num_groups")
     batch, depth, *spatial = x.type.shape
     if not isinstance(depth, int) or depth % groups:
-        raise SourceError(f"{n}: {depth} channels in {groups} groups")
+        raise n.misfit(f"{depth} channels in {groups} groups", depth)
     rows = (batch, groups, product((depth // groups, *spatial)))
 
     def normed(v: Tensor, gain: Tensor, shift: Tensor) -> Tensor:

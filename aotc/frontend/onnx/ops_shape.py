@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -144,10 +145,12 @@ def _split(b: Emitter, n: Call, x: Tensor, split: Tensor | None = None) -> list[
         each = divide_exactly(total, count)
         if each is None and not isinstance(total, int):
             raise n.refusal(f"cannot split the dim {total} into {count} equal parts: make it a multiple, or give sizes")
+        if count != n.outputs:
+            raise SourceError(f"{n}: {count} parts for {n.outputs} outputs")
         step = each if each is not None else ceildiv(total, count)
         sizes = [step] * (count - 1) + [total - step * (count - 1)]
     if sum(sizes[1:], sizes[0]) != total:
-        raise SourceError(f"{n}: parts {sizes} of an axis of size {total}")
+        raise n.misfit(f"parts {sizes} of an axis of size {total}", total, *sizes)
     parts, start = [], 0
     for size in sizes:
         parts.append(b.slice(x, axis, start, start + size))
@@ -248,6 +251,7 @@ def _extend(b: Emitter, n: Call, x: Tensor, axis: int, low: int, high: int, mode
         modes = {"edge": "edge", "reflect": "reflect", "wrap": "wrap"}
         if mode not in modes:
             raise n.refusal(f"pads with mode {mode}: use constant, edge, reflect or wrap")
+        n.counted(size + low + high)
         index = np.pad(np.arange(size), (low, high), mode=modes[mode])  # type: ignore[call-overload]
         return b.take(x, known(index.astype(np.int64)), axis)
     backwards = b.reverse(x, axis)
@@ -272,7 +276,7 @@ def _range(b: Emitter, n: Call, start: Tensor, limit: Tensor, delta: Tensor) -> 
     dtype = start.type.dtype
     if all(is_known(x) for x in (start, limit, delta)):
         values = [n.array(x).reshape(()).astype(object).item() for x in (start, limit, delta)]
-        count = max(int(np.ceil((values[1] - values[0]) / values[2])), 0)
+        count = n.counted(max(math.ceil((values[1] - values[0]) / values[2]), 0))
         array = values[0] + np.arange(count) * values[2]
         return known(np.asarray(array).astype(dtype.np))
     (lo,), (hi,), (step,) = n.sizes(start), n.sizes(limit), n.sizes(delta)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from onnx import TensorProto
 
+from aotc.errors import SourceError
 from aotc.frontend.onnx.call import Call
 from aotc.frontend.onnx.emitter import Emitter, known_scalar
 from aotc.frontend.onnx.known import Tensor, known
@@ -24,6 +25,8 @@ _LONGEST = 4096  # a transform is a matrix product here, its matrix has this siz
 def _fourier(b: Emitter, n: Call, x: Tensor, length: int, inverse: bool, onesided: bool) -> Tensor:
     """The transform along the axis before the last, which holds real and imaginary parts (or real parts alone)."""
     *outer, have, parts = x.type.shape
+    if parts not in (1, 2):
+        raise n.misfit(f"{parts} parts of a number: real, or real and imaginary", parts)
     if not isinstance(have, int) or length > _LONGEST:
         raise n.refusal(f"transforms {have} elements to {length}: make them static, at most {_LONGEST}")
     real_out = inverse and onesided
@@ -75,6 +78,9 @@ def _stft(
     frame = signal if window is None else int(window.type.shape[0])  # type: ignore[arg-type]
     if length is not None:
         frame = n.integers(length)[0]
+    if hop < 1 or not 1 <= frame <= signal:
+        raise SourceError(f"{n}: frames of {frame} elements, {hop} apart, of a signal of {signal}")
+    n.counted((signal - frame) // hop * frame)
     index = np.arange((signal - frame) // hop + 1)[:, None] * hop + np.arange(frame)
     frames = b.take(x, known(index.astype(np.int64)), 1)
     if window is not None:
@@ -87,8 +93,9 @@ def _window(*coefficients: float) -> Row:
 
     def row(b: Emitter, n: Call, size: Tensor) -> Tensor:
         (count,) = n.integers(size)
+        n.counted(count)
         period = count if n.attr_int("periodic", 1) else count - 1
-        turn = 2 * np.pi * np.arange(count) / period
+        turn = 2 * np.pi * np.arange(count) / max(period, 1)
         values = sum(c * np.cos(k * turn) for k, c in enumerate(coefficients))
         return known(np.asarray(values), _output_type(n))
 
@@ -102,6 +109,7 @@ def _output_type(n: Call) -> DType:
 def _mel(b: Emitter, n: Call, bins: Tensor, length: Tensor, rate: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Triangles on the mel scale, 2595 log10(1 + f / 700)."""
     (count,), (size,), (samples,) = (n.integers(p) for p in (bins, length, rate))
+    n.counted(count * size)
     edges = [2595 * math.log10(1 + float(n.array(p).reshape(())) / 700) for p in (low, high)]
     mels = edges[0] + np.arange(count + 2) * (edges[1] - edges[0]) / (count + 2)
     places = ((size + 1) * 700 * (10 ** (mels / 2595) - 1) // samples).astype(np.int64)

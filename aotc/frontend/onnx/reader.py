@@ -14,11 +14,12 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
 from onnx import ModelProto, TensorProto
 
 from aotc.errors import SourceError, UnsupportedError
-from aotc.frontend.onnx.tensors import array_from, inline_array, type_of
+from aotc.frontend.onnx.tensors import array_from, inline_array, plain, type_of
 
 MIN_OPSET, MAX_OPSET = 7, 28
 _MOST_BYTES = 2**31 - 1  # protobuf's own limit on a message
@@ -56,7 +57,19 @@ def _parse(path: Path) -> ModelProto:
         raise SourceError(f"{path} is no ONNX file, or is cut off") from None
     if not proto.HasField("graph") or not proto.graph.output:
         raise SourceError(f"{path} is no ONNX file, or is cut off: it holds no graph with outputs")
+    if not _is_text(proto):
+        raise SourceError(f"{path} is damaged: it holds a name that is not UTF-8")
     return proto
+
+
+def _is_text(message: Message) -> bool:
+    """True where all names are texts: protobuf hands out bytes for a string that is not UTF-8."""
+    for field, value in message.ListFields():
+        if field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_MESSAGE):
+            for item in (value,) if isinstance(value, str | bytes | Message) else value:
+                if isinstance(item, bytes) or (isinstance(item, Message) and not _is_text(item)):
+                    return False
+    return True
 
 
 def _opsets(proto: ModelProto, path: Path) -> dict[str, int]:
@@ -105,7 +118,7 @@ class ExternalFiles:
     def _open(self, location: str, where: str) -> memoryview:
         parts = PurePosixPath(location)
         if not location or "\0" in location or "\\" in location or parts.is_absolute() or ".." in parts.parts:
-            raise SourceError(f"{where} names the data file {location!r}: only a path beneath the model is read")
+            raise SourceError(f"{where} names the data file '{plain(location)}': only a path beneath the model is read")
         real = os.path.realpath(self.folder / location)
         self._require_inside(real, location, where)
         try:

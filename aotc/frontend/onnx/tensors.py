@@ -19,6 +19,13 @@ ELEMENT_TYPES: dict[int, DType] = {
     TensorProto.BOOL: DTYPES["bool"],
 }  # fmt: skip
 _MOST_DIMS = 32
+_LONGEST_NAME = 200
+
+
+def plain(name: str) -> str:
+    """A name of the file as a message may hold it: in one line, and not endless."""
+    text = name if name.isprintable() else ascii(name)[1:-1]
+    return text if len(text) <= _LONGEST_NAME else f"{text[: _LONGEST_NAME - 60]}...{text[-57:]}"
 
 
 def dtype_of(code: int, where: str) -> DType:

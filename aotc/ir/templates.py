@@ -1,0 +1,18 @@
+"""What the kernel templates of a target compute beyond loop nests: fusion asks it, codegen answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from aotc.ir.graph import Node
+
+
+@dataclass(frozen=True)
+class Templates:
+    """`linear`: which linear layers `matmul` takes; others become loops. `norm_rows`: up to how many rows it normalises
+    its input itself. `attention_decode`: whether there is one."""
+
+    linear: Callable[[Node], bool]
+    norm_rows: int = 0
+    attention_decode: bool = False

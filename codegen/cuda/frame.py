@@ -1,0 +1,157 @@
+"""What the templates of all kernels share: names of buffers and dims, bounds of sizes, the finished source.
+
+Arguments are the body's inputs, its fresh outputs, then `dims`: i32 values of the dims, read on the device, so that
+a step may have fewer rows than its program was made for; surplus programs of the grid leave early. A kernel that
+counts arrivals takes a pointer `counters` after that (zero before and after), one that needs memory of its own takes
+a pointer `scratch`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from aotc.codegen.cuda.nest import BlockNest
+from aotc.codegen.cuda.syntax import POINTER, TritonSyntax, dim
+from aotc.codegen.loops import Index
+from aotc.errors import UnsupportedError
+from aotc.ir.graph import Graph, Node, Value
+from aotc.ir.program import Kernel
+from aotc.ir.sizes import Dim, Size, upper_bound
+
+SYNTAX = TritonSyntax()
+Grid = tuple[Size, Size, Size]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What kernels of one program are rendered for.
+
+    `bounds` are the program's dims, `dims` the order in which the device holds their values (see
+    `aotc.codegen.cuda.launch`), `slot_bytes` the stride between sequences in the state.
+    """
+
+    arch: str
+    bounds: tuple[Dim, ...]
+    dims: tuple[str, ...]
+    slot_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Triton of one kernel; `symbol` names it by its content. `signature` has the types of its arguments."""
+
+    symbol: str
+    text: str
+    signature: tuple[str, ...]
+    grid: Grid
+    num_warps: int
+    num_stages: int
+    scratch_bytes: Size = 0
+    counter_bytes: Size = 0
+
+
+@cache
+def environment() -> Environment:
+    loader = PackageLoader("aotc.codegen.cuda", "templates")
+    return Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
+
+
+class Frame:
+    """What every template needs: names of buffers and dims, bounds of sizes."""
+
+    def __init__(self, kernel: Kernel, setting: Setting) -> None:
+        self.kernel, self.setting, self.body = kernel, setting, kernel.body
+        updated = {self.body.output(name) for name, _ in self.body.aliases}
+        self.arguments = [*self.body.inputs, *(v for v in self.body.outputs if v not in updated)]
+        self.pointers = {v: f"p{i}" for i, v in enumerate(self.arguments)}
+        states = {source: next(v for v in self.body.inputs if v.name == source) for _, source in self.body.aliases}
+        for name, source in self.body.aliases:
+            self.pointers[self.body.output(name)] = self.pointers[states[source]]
+
+    def upper(self, size: Size) -> int:
+        return upper_bound(size, self.setting.bounds)
+
+    def nest(self, body: Graph, wide: bool) -> BlockNest:
+        """A loop nest over a body whose outputs are those of the kernel."""
+        made = dict(zip(body.outputs, (self.pointers[v] for v in self.body.outputs), strict=True))
+        sizes = {s for v in body.values() for s in v.type.shape}
+        syntax = TritonSyntax(double=any(v.type.dtype.name == "f64" for v in self.body.values()))
+        return BlockNest(body, syntax, self.pointers | made, {SYNTAX.size(s): self.upper(s) for s in sizes}, wide)
+
+    def wide(self, *values: Value) -> bool:
+        """Whether a place in one of these tensors needs 64 bits."""
+        return any(self.upper(v.type.size) >= 2**31 for v in values)
+
+    def source(
+        self, template: str, grid: Grid, num_warps: int, num_stages: int = 1, scratch_bytes: Size = 0,
+        counter_bytes: Size = 0, wide: bool = False, **hooks: Any,
+    ) -> Source:  # fmt: skip
+        lines = "\n".join(hooks.get("lines", ()))
+        if "places" in hooks:
+            hooks["places"] = [(name, place) for name, place in hooks["places"] if name in _words(lines)]
+        words = _words(lines + " ".join(map(str, hooks.values())))
+        dims = [(dim(n), place) for place, n in enumerate(self.setting.dims) if dim(n) in words]
+        own = [("dims", "*i32", 1), ("counters", "*i32", counter_bytes), ("scratch", "*fp32", scratch_bytes)]
+        extra = [(name, type_) for name, type_, size in own if size != 0]
+        types = [*(POINTER[v.type.dtype.name] for v in self.arguments), *(t for _, t in extra)]
+        summary = ", ".join(n.op for n in self.body.nodes)
+        text = environment().get_template(f"{template}.py.j2").render(
+            name="__kernel__", summary=f"{summary[:90]} -> {self.body.outputs[0].type}", dims=dims, wide=wide,
+            arguments=", ".join([f"p{i}" for i in range(len(self.arguments))] + [n for n, _ in extra]),
+            code=lines, waits=waits(self.setting.arch), **hooks,
+        )  # fmt: skip
+        digest = hashlib.sha256(f"{text}\0{types}\0{num_warps}\0{num_stages}".encode()).hexdigest()[:12]
+        symbol = f"{self.kernel.family}_{digest}"
+        text = text.replace("__kernel__", symbol)
+        return Source(symbol, text, tuple(types), grid, num_warps, num_stages, scratch_bytes, counter_bytes)
+
+
+def waits(arch: str) -> bool:
+    """Whether kernels for `arch` start before the one before them has ended, and wait for it themselves."""
+    return int(arch[2:]) >= 90
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text))
+
+
+def index_of(flat: str, names: Index, shape: tuple[Size, ...]) -> list[tuple[str, str]]:
+    """Statements that take a flat place apart."""
+    found: list[tuple[str, str]] = []
+    inner: Size = 1
+    for n in reversed(range(len(names))):
+        place = flat if inner == 1 else f"{flat} // {SYNTAX.size(inner)}"
+        if n:
+            place = f"{place if inner == 1 else f'({place})'} % {SYNTAX.size(shape[n])}"
+        found.append((names[n], place))
+        inner = inner * shape[n]
+    return found
+
+
+def lead(nest: BlockNest, flat: str, shape: tuple[Size, ...]) -> Index:
+    """The leading index of a flat row."""
+    if len(shape) == 1:
+        return (flat,)
+    names = tuple(f"i{n}" for n in range(len(shape)))
+    places = {name: nest.named(expression) for name, expression in index_of(flat, names, shape)}
+    return tuple(places[n] for n in names)
+
+
+def slot_stride(frame: Frame, state: Value) -> int:
+    """The distance of two sequences in the state, in elements."""
+    return frame.setting.slot_bytes // state.type.dtype.itemsize
+
+
+def only(body: Graph, op: str) -> Node:
+    return next(n for n in body.nodes if n.op == op)
+
+
+def require_static(node: Node) -> None:
+    if node.attrs.layout != "static":
+        raise UnsupportedError("paged KV caches have no CUDA template: compile with --kv-layout static")

@@ -1,0 +1,151 @@
+"""Renders linear layers: `matvec` for one row, `skinny` for up to 64, `matmul` for more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from aotc.codegen.cuda import schedule
+from aotc.codegen.cuda.frame import SYNTAX, Frame, Grid, Source, lead, only, waits
+from aotc.codegen.loops import Index, add, to_primitives
+from aotc.ir.dtypes import f32
+from aotc.ir.graph import Graph, Node
+from aotc.ir.sizes import Size, ceildiv, product
+
+
+def is_linear_for_tensor_cores(node: Node) -> bool:
+    """Whether `matmul` computes a node: x [..., K] times a dense weight [N, K] in a float of up to 32 bits."""
+    if node.op != "dot_general":
+        return False
+    at, (x, w) = node.attrs, node.inputs
+    dense = w.type.rank == 2 and w.type.packing is None and all(isinstance(s, int) for s in w.type.shape)
+    over_k = at.lhs_contracting == (x.type.rank - 1,) and at.rhs_contracting == (1,) and not at.lhs_batch
+    return dense and over_k and x.type.rank > 1 and x.type.dtype.name in ("f32", "f16", "bf16")
+
+
+@dataclass(frozen=True)
+class Norm:
+    """rms_norm of a matvec's input: pointer to its weight, or empty, and epsilon as Triton writes it."""
+
+    weight: str
+    eps: str
+
+
+def matmul(frame: Frame) -> Source:
+    norm = next((n for n in frame.body.nodes if n.op == "rms_norm"), None)
+    body = to_primitives(_without(frame.body, norm))
+    dot = only(body, "dot_general")
+    x, w = dot.inputs
+    (out,) = body.outputs
+    columns, depth = w.type.ints
+    parts = 2 if out.type.shape != dot.out.type.shape else 1  # a gated layer: both halves of a column at once
+    width, rows = columns // parts, product(x.type.shape[:-1])
+    layer = _Layer(frame, body, dot, norm, width, parts, rows)
+    upper = frame.upper(rows)
+    if upper == 1:
+        return _matvec(layer, schedule.matvec(frame.setting.arch, width, depth, parts))
+    if upper <= schedule.SKINNY_ROWS:
+        tile, splits = schedule.skinny(frame.setting.arch, upper, width, depth, parts, x.type.dtype)
+        return _skinny(layer, tile, splits)
+    return _matmul(layer, schedule.matmul(upper, width, depth, x.type.dtype, parts, frame.setting.arch))
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer: its product, what may be normalised before it, and the size of its output."""
+
+    frame: Frame
+    body: Graph
+    dot: Node
+    norm: Node | None
+    width: int
+    parts: int  # 2: both halves of a gated layer
+    rows: Size
+
+    @property
+    def depth(self) -> int:
+        return self.dot.inputs[1].type.ints[1]
+
+    def hooks(self, tile: schedule.Tile) -> dict[str, Any]:
+        """What all templates take."""
+        frame, (x, w) = self.frame, self.dot.inputs
+        return {
+            "n": self.width, "depth": self.depth, "parts": range(self.parts), "x": frame.pointers.get(x, ""),
+            "w": frame.pointers[w], "m": SYNTAX.size(self.rows), "tile": tile, "even_n": self.width % tile.n == 0,
+            "even_k": self.depth % tile.k == 0, "wide": frame.wide(x, w, self.dot.out),
+        }  # fmt: skip
+
+
+def _matvec(layer: _Layer, tile: schedule.Tile) -> Source:
+    frame, norm = layer.frame, layer.norm
+    hooks: dict[str, Any] = layer.hooks(tile) | {"norm": None}
+    if norm is not None:
+        hooks["x"] = frame.pointers[norm.inputs[0]]
+        hooks["norm"] = Norm(frame.pointers[norm.inputs[1]], SYNTAX.literal(norm.attrs.eps, f32))
+    lines = _sums_lines(layer, "0", ("c", tile.n, "live"))
+    grid: Grid = (ceildiv(layer.width, tile.n), 1, 1)
+    return frame.source(
+        "matvec", grid, tile.num_warps, tile.num_stages, lines=lines, steps=-(-layer.depth // tile.k), **hooks
+    )
+
+
+def _skinny(layer: _Layer, tile: schedule.Tile, splits: int) -> Source:
+    frame = layer.frame
+    blocks = ceildiv(layer.width, tile.n)
+    span = -(-layer.depth // (splits * tile.k)) * tile.k
+    hooks = layer.hooks(tile) | {"even_k": layer.depth == splits * span}
+    lines = _tile_lines(layer, tile)
+    share = tile.m * tile.n * layer.parts * 4
+    itemsize = layer.dot.inputs[1].type.dtype.itemsize
+    aligned = layer.depth * itemsize % 16 == 0 and span * itemsize % 16 == 0
+    early = min(schedule.EARLY_BYTES, span * itemsize) if waits(frame.setting.arch) and aligned else 0
+    return frame.source(
+        "skinny", (blocks, splits, 1), tile.num_warps, tile.num_stages, lines=lines, span=span, splits=splits,
+        early_bytes=early,
+        scratch_bytes=blocks * splits * share if splits > 1 else 0, counter_bytes=blocks * 4 if splits > 1 else 0,
+        **hooks,
+    )  # fmt: skip
+
+
+def _matmul(layer: _Layer, tile: schedule.Tile) -> Source:
+    grid = (ceildiv(layer.rows, tile.m), ceildiv(layer.width, tile.n), 1)
+    arch, x = layer.frame.setting.arch, layer.dot.inputs[0]
+    maps = waits(arch) and x.type.dtype.itemsize == 2 and layer.depth % 8 == 0  # TMA: rows of whole 16 bytes
+    return layer.frame.source(
+        "matmul", grid, tile.num_warps, tile.num_stages, lines=_tile_lines(layer, tile), tensor_maps=maps,
+        **layer.hooks(tile),
+    )  # fmt: skip
+
+
+def _tile_lines(layer: _Layer, tile: schedule.Tile) -> list[str]:
+    """The epilogue of a tile of sums over rows `m` and columns `c`."""
+    return _sums_lines(layer, "m", ("m", tile.m, "live_m"), ("c", tile.n, "live_c"))
+
+
+def _sums_lines(layer: _Layer, row: str, *vectors: tuple[str, int, str]) -> list[str]:
+    """What becomes of the sums `acc0` and `acc1`, which have these (name, lanes, mask) of vectors."""
+    (out,), dot = layer.body.outputs, layer.dot
+    nest = layer.frame.nest(layer.body, layer.frame.wide(*dot.inputs, dot.out))
+    names = [nest.vector(*vector) for vector in vectors]
+    nest.scopes[0].variables |= set(names)
+    nest.given[dot.out] = lambda index: f"acc{_part(index, layer.width)}"
+    nest.vectors |= {f"acc{p}": nest.axes(*names) for p in range(layer.parts)}
+    nest.store(out, (*lead(nest, row, dot.inputs[0].type.shape[:-1]), "c"))
+    return nest.scopes[0].lines
+
+
+def _without(body: Graph, norm: Node | None) -> Graph:
+    """The body with the product's input as one of its own: the template makes it."""
+    if norm is None:
+        return body
+    return replace(body, inputs=(*body.inputs, norm.out), nodes=tuple(n for n in body.nodes if n is not norm))
+
+
+def _part(index: Index, width: int) -> int:
+    """Which half of a gated layer's output a column lies in."""
+    if index[-1] == "c":
+        return 0
+    assert index[-1] == add(str(width), "c"), index
+    return 1
+
+

@@ -1,0 +1,234 @@
+"""One request's answer: its choices run side by side in the engine, and leave as one response or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from aotc.errors import AotcError
+from aotc.runtime.detokenizer import Detokenizer
+from aotc.runtime.llm import TextStream
+from aotc.runtime.sampling import SamplingParams
+from aotc.runtime.sequence import TokenOutput
+from aotc.runtime.server.engine_client import EngineClient
+from aotc.runtime.server.metrics import Metrics
+from aotc.runtime.server.protocol import usage
+from aotc.runtime.server.responses import (
+    DONE,
+    EventStream,
+    completion_logprobs,
+    error_body,
+    event,
+    json_response,
+    status_of,
+)
+from aotc.runtime.tokenizer import Tokenizer
+
+log = logging.getLogger("aotc.server")
+
+
+class NoToken(AotcError):
+    """The model's logits left nothing to choose from: this request fails, the engine goes on."""
+
+    status = 500
+
+
+class Piece(NamedTuple):
+    """Text that has become final, and the logprobs of the tokens since the last piece."""
+
+    text: str
+    logprobs: list[dict[str, Any]]
+
+
+@dataclass(eq=False)
+class Choice:
+    """One choice while it is made."""
+
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    number: int
+    stream: TextStream
+    text: str = ""
+    tokens: int = 0
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class Answer:
+    """The choices of a request for `prompts`, `params.n` of each. `head` is what every object begins with."""
+
+    def __init__(
+        self, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics, prompts: list[list[int]],
+        params: SamplingParams, seed: int, head: dict[str, Any], chat: bool,
+    ) -> None:  # fmt: skip
+        self._engine, self._metrics = engine, metrics
+        self._seed, self._head, self._chat = seed, head, chat
+        self._prompt_tokens = sum(map(len, prompts))
+        self._choices = [
+            Choice(
+                n * params.n + number, prompt, params, number,
+                TextStream(params, Detokenizer(tokenizer, params.skip_special_tokens)),
+            )
+            for n, prompt in enumerate(prompts)
+            for number in range(params.n)
+        ]  # fmt: skip
+
+    async def whole(self, request: Request) -> Response:
+        """The answer in one piece. Raises RequestError, EngineGone and NoToken; ClientDisconnect when nobody waits."""
+
+        async def drain(choice: Choice) -> None:
+            async for _ in self._run(choice):
+                pass
+
+        gone = asyncio.create_task(_gone(request))
+        work = [asyncio.create_task(drain(choice)) for choice in self._choices]
+        async with _ending(*work, gone):
+            left = set(work)
+            while left:
+                done, _ = await asyncio.wait({*left, gone}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done & left:
+                    task.result()
+                if gone in done:
+                    raise ClientDisconnect
+                left -= done
+        choices = [self._whole_choice(choice) for choice in self._choices]
+        return json_response({**self._head, "choices": choices, "usage": self._usage()})
+
+    def stream(self, include_usage: bool) -> Response:
+        """The answer as server-sent events."""
+        return EventStream(self._events(include_usage))
+
+    async def _events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()  # a slow reader holds up no other: at most max_model_len
+        tasks = [asyncio.create_task(self._feed(choice, queue)) for choice in self._choices]
+        async with _ending(*tasks):
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+            if include_usage:
+                yield event({**self._head, "choices": [], "usage": self._usage()})
+            yield DONE
+
+    async def _feed(self, choice: Choice, queue: asyncio.Queue[bytes | None]) -> None:
+        """Puts the events of one choice into the queue, and None at their end."""
+        try:
+            if self._chat:
+                queue.put_nowait(self._chunk(choice, {"role": "assistant", "content": ""}, []))
+            async for piece in self._run(choice):
+                text = {"content": piece.text} if self._chat else piece.text
+                queue.put_nowait(self._chunk(choice, text, piece.logprobs))
+        except AotcError as error:
+            queue.put_nowait(event(error_body(str(error), status_of(error))))
+        except Exception:
+            log.exception("a stream failed")
+            queue.put_nowait(event(error_body("internal error", 500)))
+        finally:
+            queue.put_nowait(None)
+
+    async def _run(self, choice: Choice) -> AsyncGenerator[Piece, None]:
+        """Yields each piece of text that has become final. Leaving the iteration frees the engine's slot."""
+        metrics = self._metrics
+        begin = last = time.monotonic()
+        reason = "abort"
+        source = self._engine.generate(choice.prompt, choice.params, self._seed, choice.number)
+        try:
+            async for output in source:
+                now = time.monotonic()
+                if choice.tokens:
+                    metrics.inter_token.observe(now - last)
+                else:
+                    metrics.first_token.observe(now - begin)
+                    metrics.prompt_tokens.inc(len(choice.prompt))
+                last = now
+                piece = self._take(choice, output)
+                if output.finish_reason == "error":
+                    reason = "error"
+                    raise NoToken("the model gave no valid token (NaN logits, or every token was forbidden)")
+                metrics.generation_tokens.inc()
+                if piece.text or piece.logprobs or choice.finish_reason:
+                    yield piece
+                if choice.finish_reason:
+                    reason = choice.finish_reason
+                    return
+        except AotcError:
+            reason = "error"
+            raise
+        finally:
+            await source.aclose()
+            metrics.finished(reason, len(choice.prompt), choice.tokens, time.monotonic() - begin)
+
+    def _take(self, choice: Choice, output: TokenOutput) -> Piece:
+        chunk = choice.stream.push(output)
+        logprobs = []
+        if output.logprobs:
+            sampled, *best = (self._logprob(choice, *pair) for pair in output.logprobs)
+            logprobs.append({**sampled, "top_logprobs": best})
+        choice.tokens += len(chunk.token_ids)
+        choice.text += chunk.text
+        choice.logprobs += logprobs
+        choice.finish_reason = chunk.finish_reason
+        return Piece(chunk.text, logprobs)
+
+    def _logprob(self, choice: Choice, token_id: int, logprob: float) -> dict[str, Any]:
+        data = choice.stream.detokenizer.token_bytes(token_id)
+        value = max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0  # JSON has no infinity
+        return {"token": data.decode(errors="replace"), "logprob": value, "bytes": list(data)}
+
+    def _usage(self) -> dict[str, int]:
+        return usage(self._prompt_tokens, sum(choice.tokens for choice in self._choices))
+
+    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+        said = {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": choice.text}
+        return {
+            "index": choice.index,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stream.stop_reason,
+            **said,
+            "logprobs": self._logprobs(choice, choice.logprobs),
+        }
+
+    def _chunk(self, choice: Choice, said: Any, logprobs: list[dict[str, Any]]) -> bytes:
+        """The event of one piece: `said` is a delta (chat) or text."""
+        shown = {
+            "index": choice.index,
+            "finish_reason": choice.finish_reason,
+            "delta" if self._chat else "text": said,
+            "logprobs": self._logprobs(choice, logprobs),
+        }
+        return event({**self._head, "choices": [shown]})
+
+    def _logprobs(self, choice: Choice, logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
+        if choice.params.logprobs is None:
+            return None
+        return {"content": logprobs} if self._chat else completion_logprobs(logprobs)
+
+
+@contextlib.asynccontextmanager
+async def _ending(*tasks: asyncio.Task[None]) -> AsyncGenerator[None, None]:
+    """Leaves no task behind, whichever way the block is left."""
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _gone(request: Request) -> None:
+    """Returns when the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

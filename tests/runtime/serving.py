@@ -1,0 +1,135 @@
+"""A server for tests: in a thread, over a fake engine process, spoken to through real sockets."""
+
+import asyncio
+import json
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+
+from aotc.runtime.chat_template import ChatTemplate
+from aotc.runtime.server.app import Server, Settings
+from aotc.runtime.server.engine_client import EngineClient
+from aotc.runtime.server.http import HttpServer, listen
+from aotc.runtime.server.metrics import Metrics
+from aotc.runtime.tokenizer import Tokenizer
+
+FAKE = Path(__file__).with_name("fake_engine.py")
+VOCAB, MAX_LEN = 258, 200
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+class Running:
+    """A server in a thread, its engine in a process."""
+
+    def __init__(self, folder, tokenizer, api_key=None, queue=64, seqs=4, template=TEMPLATE, shutdown=5, config=None):
+        self.folder = folder
+        self.metrics = Metrics("aotc", "fake")
+        self.engine = EngineClient(str(folder), seqs, [sys.executable, str(FAKE)])
+        settings = Settings("fake", MAX_LEN, VOCAB, api_key, queue, config or {})
+        chat = ChatTemplate(template) if template else None
+        self.server = Server(settings, self.engine, tokenizer, chat, self.metrics)
+        self.http = HttpServer(self.server, log_level="critical", access_log=False, shutdown_timeout=shutdown)
+        self.socket = listen("127.0.0.1", 0)
+        self.address = self.socket.getsockname()
+        self.url = f"http://127.0.0.1:{self.address[1]}"
+        self.thread = threading.Thread(target=lambda: asyncio.run(self.http.serve([self.socket])))
+        self.client = httpx.Client(base_url=self.url, timeout=20)
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.client.close()
+        self.http.should_exit = True
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        assert not any(map(alive, self.pids()))
+
+    def wait_ready(self):
+        wait(lambda: self.client.get("/health").status_code == 200)
+        return self
+
+    def log(self, event=None):
+        return log_of(self.folder, event)
+
+    def pids(self):
+        return [line["pid"] for line in self.log("start")]
+
+    def submitted(self, prompt):
+        """How often the engines were asked for a prompt."""
+        return sum(line["prompt"] == prompt for line in self.log("submit"))
+
+    def complete(self, prompt, **fields):
+        return self.client.post("/v1/completions", json={"prompt": prompt, "temperature": 0, **fields})
+
+    def chat(self, content, **fields):
+        messages = [{"role": "user", "content": content}]
+        return self.client.post("/v1/chat/completions", json={"messages": messages, "temperature": 0, **fields})
+
+    def metric(self, name, **labels):
+        """The value of a metric; 0 where a labelled one was never counted."""
+        for line in self.client.get("/metrics").text.splitlines():
+            wanted = [f'{k}="{v}"' for k, v in labels.items()]
+            if line.startswith(name + "{") and all(w in line for w in wanted):
+                return float(line.rsplit(" ", 1)[1])
+        assert labels, name
+        return 0.0
+
+    def connect(self, *parts):
+        """A raw connection, with the parts of a request sent one by one."""
+        connection = socket.create_connection(self.address, timeout=10)
+        for part in parts:
+            connection.sendall(part)
+        return connection
+
+
+def log_of(folder, event=None):
+    """What the engines wrote down; a line that is not yet whole is left out."""
+    path = folder / "log"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    read = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [line for line in read if event in (None, line["event"])]
+
+
+def post(path, body, headers=()):
+    """The bytes of a POST of JSON."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    fields = {"Host": "x", "Content-Type": "application/json", "Content-Length": len(data), **dict(headers)}
+    head = "".join(f"{k}: {v}\r\n" for k, v in fields.items())
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + data
+
+
+def alive(pid):
+    """Whether a process runs; one that ended and was not waited for does not."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def wait(condition, seconds=10.0):
+    """Polls until the condition holds and returns what it gave."""
+    end = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.01)
+    return value
+
+
+def events(response):
+    """The JSON of each server-sent event; the last one must be [DONE]."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+if __name__ == "__main__":  # serving.py FOLDER TOKENIZER: a server in a process of its own, for signals
+    running = Running(Path(sys.argv[1]), Tokenizer(sys.argv[2], {"eos_token_id": 257}))
+    print(running.address[1], flush=True)
+    running.http.run([running.socket])

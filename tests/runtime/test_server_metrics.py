@@ -1,0 +1,106 @@
+"""Metrics: vLLM's names and meaning, and counts that are right."""
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serving import post, wait
+
+from aotc.runtime.server.messages import Load
+from aotc.runtime.server.metrics import Metrics
+
+NAMES = {
+    "num_requests_running": "gauge", "num_requests_waiting": "gauge", "kv_cache_usage_perc": "gauge",
+    "prompt_tokens": "counter", "generation_tokens": "counter", "request_success": "counter",
+    "engine_restarts": "counter", "time_to_first_token_seconds": "histogram", "inter_token_latency_seconds": "histogram",
+    "e2e_request_latency_seconds": "histogram", "request_prompt_tokens": "histogram",
+    "request_generation_tokens": "histogram",
+}  # fmt: skip
+
+
+@pytest.fixture
+def counted(server):
+    """counted() -> what each metric has grown by since the test began; zeros are left out."""
+
+    def values():
+        found = {}
+        for family in text_string_to_metric_families(server.client.get("/metrics").text):
+            for sample in family.samples:
+                if not sample.name.endswith(("_created", "_bucket", "_sum")):
+                    reason = sample.labels.get("finished_reason")
+                    found[sample.name.removeprefix("aotc:") + (f"/{reason}" if reason else "")] = sample.value
+        return found
+
+    wait(lambda: server.engine.load.running == 0 and server.engine.unfinished == 0)
+    before = values()
+    return lambda: {k: v - before.get(k, 0) for k, v in values().items() if v != before.get(k, 0)}
+
+
+def test_names_and_types():
+    metrics = Metrics("vllm", "some/model")
+    metrics.finished("stop", 3, 4, 0.5)
+    text = metrics.render(Load(1, 0, 0.25), 3).decode()
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    assert {n.removeprefix("vllm:"): f.type for n, f in families.items() if not n.endswith("_created")} == NAMES
+    for family in families.values():
+        assert all(sample.labels["model_name"] == "some/model" for sample in family.samples)
+
+
+def test_metrics_are_prometheus_text(server):
+    response = server.client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+def test_counts_of_one_answer(server, counted):
+    server.complete("abc", max_tokens=7)
+    assert counted() == {
+        "prompt_tokens_total": 3, "generation_tokens_total": 7, "request_success_total/length": 1,
+        "time_to_first_token_seconds_count": 1, "inter_token_latency_seconds_count": 6,
+        "e2e_request_latency_seconds_count": 1, "request_prompt_tokens_count": 1, "request_generation_tokens_count": 1,
+    }  # fmt: skip
+
+
+def test_every_choice_counts_as_a_request(server, counted):
+    server.complete(["abc", "defgh"], n=2, max_tokens=2, stream=True)
+    got = counted()
+    assert (got["request_success_total/length"], got["prompt_tokens_total"], got["generation_tokens_total"]) == (
+        4,
+        16,
+        8,
+    )
+
+
+def test_reasons(server, counted):
+    server.chat("eos:2", max_tokens=9)  # two tokens and the one that ends
+    server.complete("abcdef", max_tokens=9, stop="d")
+    server.complete("nan:1", max_tokens=9)
+    server.complete("abc", max_tokens=1)
+    got = counted()
+    reasons = {k.partition("/")[2]: v for k, v in got.items() if "success" in k}
+    assert reasons == {"stop": 2, "error": 1, "length": 1}
+    assert got["generation_tokens_total"] == 3 + 4 + 1 + 1
+
+
+def test_refused_requests_are_not_counted(server, counted):
+    server.complete("abc", n=0)
+    server.complete("abc", model="other")
+    server.client.get("/nowhere")
+    assert counted() == {}
+
+
+def test_gauges_while_requests_run_and_when_they_are_gone(server, counted):
+    body = {"prompt": "slow", "max_tokens": 190, "n": 6}
+    with server.connect(post("/v1/completions", body)):
+        wait(lambda: server.engine.load.running == 4 and server.engine.unfinished == 6)
+        assert server.metric("aotc:num_requests_running") == 4
+        assert server.metric("aotc:num_requests_waiting") == 2
+        assert server.metric("aotc:kv_cache_usage_perc") == 1.0
+    wait(lambda: server.engine.load.running == 0)
+    assert server.metric("aotc:num_requests_running") == server.metric("aotc:num_requests_waiting") == 0
+    assert server.metric("aotc:kv_cache_usage_perc") == 0
+    assert counted()["request_success_total/abort"] == 6
+
+
+def test_tokens_count_while_they_come(server, counted):
+    with server.connect(post("/v1/completions", {"prompt": "slow", "max_tokens": 190})):
+        wait(lambda: counted().get("generation_tokens_total", 0) >= 3)
+        assert server.engine.unfinished == 1
+    wait(lambda: server.engine.unfinished == 0)
