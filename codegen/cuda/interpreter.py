@@ -31,8 +31,6 @@ _LIBDEVICE = {
 
 # Kernels run one after the other here: there is nothing to wait for.
 cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
-# The only assembly of the templates prefetches.
-tl.inline_asm_elementwise = lambda *_, **__: None
 
 
 class Memory:

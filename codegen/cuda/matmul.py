@@ -96,12 +96,8 @@ def _skinny(layer: _Layer, tile: schedule.Tile, splits: int) -> Source:
     hooks = layer.hooks(tile) | {"even_k": layer.depth == splits * span}
     lines = _tile_lines(layer, tile)
     share = tile.m * tile.n * layer.parts * 4
-    itemsize = layer.dot.inputs[1].type.dtype.itemsize
-    aligned = layer.depth * itemsize % 16 == 0 and span * itemsize % 16 == 0
-    early = min(schedule.EARLY_BYTES, span * itemsize) if waits(frame.setting.arch) and aligned else 0
     return frame.source(
         "skinny", (blocks, splits, 1), tile.num_warps, tile.num_stages, lines=lines, span=span, splits=splits,
-        early_bytes=early,
         scratch_bytes=blocks * splits * share if splits > 1 else 0, counter_bytes=blocks * 4 if splits > 1 else 0,
         **hooks,
     )  # fmt: skip
