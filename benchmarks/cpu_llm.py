@@ -9,6 +9,7 @@ Each peer runs in a process of its own, in turn, several rounds; medians are pri
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -37,20 +38,16 @@ def main() -> int:
         artifact = Path(folder) / "artifact"
         _run([sys.executable, "-m", "aotc", "compile", str(gguf), "--arch", "cpu", "--max-model-len", "1024", "-o",
               str(artifact), "--quiet"])  # fmt: skip
-        bandwidth = read_bandwidth(options.threads)
-        files = {
-            "aotc bf16": str(artifact),
-            "llama.cpp": str(gguf),
-            "transformers": str(gguf),
-            "torch.compile": str(gguf),
-        }
+        limits = cpu_limits(options.threads)
+        files = {"aotc bf16": str(artifact), **llama_cpp_files(gguf, Path(folder))}
+        files |= {"transformers bf16": str(gguf), "torch.compile bf16": str(gguf)}
         results: dict[str, list[dict[str, Any]]] = {}
         for _ in range(options.rounds):
             for name, file in files.items():
                 found = _peer(name.split()[0], file, options.threads)
                 if found is not None:
                     results.setdefault(name, []).append(found)
-    _report(results, bandwidth, options)
+    _report(results, limits, options)
     return 0
 
 
@@ -157,27 +154,47 @@ PEERS = {
 }
 
 
-def read_bandwidth(threads: int) -> float:
-    """GB/s at which all threads together read 1 GiB with 64-byte loads, in C; the best of several passes."""
-    source = Path(__file__).with_name("read_bandwidth.c")
+def llama_cpp_files(gguf: Path, folder: Path) -> dict[str, str]:
+    """The model in the forms that llama.cpp is fast with, made by llama.cpp from the one at hand (Q4_1)."""
+    files = {"llama.cpp Q4_1": str(gguf)}
+    try:
+        import llama_cpp
+    except ImportError:
+        return files
+    for name, kind in (("Q4_0", 2), ("Q8_0", 7), ("bf16", 32)):  # llama_ftype
+        params = llama_cpp.llama_model_quantize_default_params()
+        params.ftype, params.allow_requantize, params.nthread = kind, True, 2
+        path = folder / f"{name}.gguf"
+        if llama_cpp.llama_model_quantize(str(gguf).encode(), str(path).encode(), ctypes.byref(params)):
+            raise RuntimeError(f"llama.cpp does not make {name} of {gguf}")
+        files[f"llama.cpp {name}"] = str(path)
+    return files
+
+
+def cpu_limits(threads: int) -> dict[str, float]:
+    """What all threads together reach, in C: `read_gb_s`, `bf16_gflop_s` and `vnni_gop_s` of AVX-512."""
+    source = Path(__file__).with_name("cpu_limits.c")
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "read"
+        program = Path(folder) / "limits"
         _run(["cc", "-O3", "-march=native", str(source), "-o", str(program), "-lpthread"])
-        return float(subprocess.run([str(program), str(threads)], capture_output=True, text=True, check=True).stdout)
+        return json.loads(subprocess.run([str(program), str(threads)], capture_output=True, check=True).stdout)
 
 
-def _report(results: dict[str, list[dict[str, Any]]], bandwidth: float, options: argparse.Namespace) -> None:
+def _report(results: dict[str, list[dict[str, Any]]], limits: dict[str, float], options: argparse.Namespace) -> None:
+    bandwidth = limits["read_gb_s"]
     print(
-        f"{options.threads} threads read {bandwidth:.1f} GB/s; prompt of {PROMPT} tokens; medians of {options.rounds} rounds"
+        f"{options.threads} threads read {bandwidth:.1f} GB/s and multiply {limits['bf16_gflop_s']:.0f} GFLOP/s in bf16 "
+        f"and {limits['vnni_gop_s']:.0f} GOP/s in 8 bits (AVX-512)"
     )
-    print(f"{'':<16}{'prefill ms':>12}{'decode ms':>12}{'weights MB':>12}{'of the read limit':>20}")
+    print(f"prompt of {PROMPT} tokens; medians of {options.rounds} rounds")
+    print(f"{'':<20}{'prefill ms':>12}{'decode ms':>12}{'weights MB':>12}{'of the read limit':>20}")
     rows = []
     for name, runs in results.items():
         row = {k: median(r[k] for r in runs) for k in runs[0]}
         limit = row["weights"] / bandwidth / 1e6
-        print(f"{name:<16}{row['prefill_ms']:>12.1f}{row['decode_ms']:>12.2f}{row['weights'] / 1e6:>12.0f}"
+        print(f"{name:<20}{row['prefill_ms']:>12.1f}{row['decode_ms']:>12.2f}{row['weights'] / 1e6:>12.0f}"
               f"{limit / row['decode_ms']:>19.0%}")  # fmt: skip
-        rows.append({"peer": name, "read_gb_s": bandwidth, "threads": options.threads, **row})
+        rows.append({"peer": name, **limits, "threads": options.threads, **row})
     if options.json:
         with open(options.json, "a") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -55,7 +55,9 @@ def attention_decode(arch: str, rows: int, kv_heads: int, group: int, head_dim: 
     else:
         splits = max(min(power_of_two(512 // (rows * kv_heads)), 16), 1)
         tile = Tile(m, min(max(4096 // lanes, 16), 64), lanes, 4)
-    return splits, tile if dtype.itemsize == 2 else replace(tile, n=2048 // lanes if lanes > 64 else 32)  # f32 has no tensor cores
+    if dtype.itemsize > 2:  # f32 has no tensor cores: its products take registers instead
+        tile = replace(tile, n=2048 // lanes if lanes > 64 else 32)
+    return splits, tile
 
 
 def skinny(arch: str, rows: int, n: int, depth: int, parts: int, dtype: DType) -> tuple[Tile, int]:
