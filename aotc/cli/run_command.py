@@ -18,6 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: the GPU if the artifact has code for it"
+    )
     parser.add_argument("--json", action="store_true", help="print text, token ids, finish reason and timings as JSON")
 
 
@@ -29,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     artifact = open_artifact(options.artifact)
     if artifact.manifest.model.kind != "llm":
         raise RequestError(f"{options.artifact} is no language model: call it from Python with aotc.load(...)(...)")
-    llm = LLM(artifact, max_num_seqs=1)
+    llm = LLM(artifact, max_num_seqs=1, device=options.device)
     settings = {
         "max_tokens": options.max_tokens, "temperature": options.temperature, "top_p": options.top_p,
         "top_k": options.top_k, "seed": options.seed,

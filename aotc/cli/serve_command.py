@@ -20,6 +20,9 @@ _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: the GPU if the artifact has code for it"
+    )
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
     parser.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name in the API (default: the folder's)"
@@ -71,7 +74,7 @@ def _serve(options: argparse.Namespace, key: str | None) -> int:
     tokenizer, template, config = _text(artifact)
     limits = artifact.manifest.model
     settings = Settings(model, limits.max_model_len, limits.vocab_size, key, options.max_num_queued_reqs, config)
-    engine = EngineClient(str(artifact.path), options.max_num_seqs)
+    engine = EngineClient(str(artifact.path), options.max_num_seqs, device=options.device)
     server = Server(settings, engine, tokenizer, template, Metrics(options.metrics_prefix, model))
     http = HttpServer(
         server, log_level=options.log_level, access_log=not options.disable_access_log,

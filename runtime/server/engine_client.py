@@ -64,9 +64,11 @@ class EngineClient:
     `ready` is set while an engine takes requests. `failed` is why there will never be one again, or None.
     """
 
-    def __init__(self, artifact: str, max_num_seqs: int, command: list[str] | None = None) -> None:
+    def __init__(
+        self, artifact: str, max_num_seqs: int, command: list[str] | None = None, device: str = "auto"
+    ) -> None:
         self._command = command or [sys.executable, "-m", "aotc.runtime.server.engine_process"]
-        self._arguments = [artifact, str(max_num_seqs)]
+        self._arguments = [artifact, str(max_num_seqs), device]
         self._pending: dict[str, _Pending] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,4 +1,4 @@
-"""The engine's own process: `python -m aotc.runtime.server.engine_process FD ARTIFACT MAX_NUM_SEQS`.
+"""The engine's own process: `python -m aotc.runtime.server.engine_process FD ARTIFACT MAX_NUM_SEQS DEVICE`.
 
 A hung step or a broken device can only be cured by a new process: the server starts one when this one dies.
 """
@@ -114,10 +114,10 @@ def main(arguments: list[str]) -> int:
     from aotc.runtime.executor import open_executor
 
     belong_to_server()
-    descriptor, path, seqs = int(arguments[0]), arguments[1], int(arguments[2])
+    descriptor, path, seqs, kind = int(arguments[0]), arguments[1], int(arguments[2]), arguments[3]
     channel = Channel(socket.socket(fileno=descriptor))
     try:
-        executor = open_executor(open_artifact(path), seqs, arguments[3] if len(arguments) > 3 else "auto")
+        executor = open_executor(open_artifact(path), seqs, kind)
         executor.warm()
     except AotcError as error:
         channel.send(Unusable(str(error), isinstance(error, DeviceError)))

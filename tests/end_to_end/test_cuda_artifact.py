@@ -1,6 +1,7 @@
 """Artifacts for NVIDIA GPUs, compiled and replayed on a machine without one."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ from aotc.artifact.reader import open_artifact
 from aotc.cli import main
 from aotc.codegen.cuda.limits import LIMITS
 from aotc.cuda_replay import CudaReplay
+from aotc.errors import DeviceError, RequestError
 from aotc.harness import relative_error
 from aotc.ir.interpret import interpret
 from aotc.ir.text import parse_graph
+from aotc.runtime.executor import CpuExecutor, open_executor
 from aotc.verifier import decoder_inputs, weight_reader
 
 
@@ -52,6 +55,15 @@ def test_cubins_fit_their_architectures(artifact):
                 assert artifact.read(kernel.meta["cubin"])[:4] == b"\x7fELF"
                 assert kernel.meta["shared"] <= LIMITS[target.name].shared_bytes
                 assert kernel.meta["registers"] <= 255 and kernel.meta["spill_bytes"] <= 256
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+def test_without_a_driver_the_cpu_answers_or_one_line_says_so(artifact):
+    assert isinstance(open_executor(artifact, 1), CpuExecutor)
+    with pytest.raises(DeviceError, match="no NVIDIA driver"):
+        open_executor(artifact, 1, "cuda")
+    with pytest.raises(RequestError, match="auto, cpu, cuda"):
+        open_executor(artifact, 1, "tpu")
 
 
 def test_devices_share_weights(artifact):
