@@ -11,8 +11,8 @@ from aotc.artifact.reader import open_artifact
 def load(path: str | Path, **options: Any) -> Any:
     """Loads an artifact and returns it warm: an LLM (`generate`, `stream`) or a TensorModel (call it with arrays).
 
-    `max_num_seqs` (LLMs, 4) bounds the sequences that run at once; `device` is cpu, cuda or auto (the GPU where there
-    is one and the artifact has code for it). Raises ArtifactError and DeviceError.
+    Options of LLMs: `max_num_seqs` (4) bounds the sequences that run at once; `device` is cpu, cuda or auto (the GPU
+    where there is one and the artifact has code for it). Tensor models run on the CPU. Raises ArtifactError and DeviceError.
     """
     artifact = open_artifact(path)
     if artifact.manifest.model.kind == "llm":

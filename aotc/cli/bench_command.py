@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from aotc.cli.options import add_device
+
 DECODED = 64  # tokens after the prompt of a latency measurement
 
 
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", dest="file", help="append the results to a file of JSON lines")
     parser.add_argument("--repeat", type=int, default=10, metavar="N", help="runs of each measurement")
     parser.add_argument("--prompt-len", type=int, default=512, metavar="N", help="tokens of the prefill")
+    add_device(parser)
     parser.add_argument("--profile", action="store_true", help="latency: also print time by kernel of a decode step")
 
 
@@ -45,7 +48,7 @@ def startup(options: argparse.Namespace) -> list[dict[str, Any]]:
     for _ in range(options.repeat):
         begin = time.time()
         done = subprocess.run(
-            [sys.executable, "-c", _STARTUP, options.artifact, repr(begin)], capture_output=True, text=True,
+            [sys.executable, "-c", _STARTUP, options.artifact, repr(begin), options.device], capture_output=True, text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )  # fmt: skip
         if done.returncode:
@@ -67,7 +70,7 @@ from aotc.artifact.reader import open_artifact
 from aotc.runtime.llm import LLM
 mark("imports_ms")
 artifact = open_artifact(sys.argv[1]); mark("open_ms")
-llm = LLM(artifact, max_num_seqs=1); llm.warm(); mark("load_ms")
+llm = LLM(artifact, max_num_seqs=1, device=sys.argv[3]); llm.warm(); mark("load_ms")
 prompt = llm.tokenizer.encode("What is gravity?"); mark("tokenizer_ms")
 next(iter(llm.stream(prompt, max_tokens=1, temperature=0))); mark("first_token_ms")
 parts, last = {}, 0.0
@@ -83,11 +86,11 @@ def latency(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     from aotc.artifact.reader import open_artifact
     from aotc.errors import RequestError
-    from aotc.runtime.executor import CpuExecutor
+    from aotc.runtime.executor import open_executor
     from aotc.runtime.sampling import SamplingParams
     from aotc.runtime.sequence import Request, Row, Sequence
 
-    executor = CpuExecutor(open_artifact(options.artifact), 1)
+    executor = open_executor(open_artifact(options.artifact), 1, options.device)
     length = min(options.prompt_len, executor.max_model_len - DECODED - 1)
     if length < 1:
         raise RequestError(f"latency decodes {DECODED} tokens: compile with --max-model-len {DECODED + 2} or more")
@@ -130,15 +133,10 @@ def _profile(executor, ids: list[int]) -> None:
         ("decode", Row(sequence, len(ids), 1, True), 1),
         ("extend", Row(sequence, 0, len(ids), True), len(ids)),
     ):
-        program = executor.program(kind, size)
-        program.profile()
-        for _ in range(20):
-            executor.step([row])
-        times: dict[str, list[int]] = {}
-        for name, spent in program.call_times():
-            times.setdefault(name, []).append(spent // 20)
-        program.profile(False)
-        total = sum(map(sum, times.values()))
-        print(f"{kind}: {total / 1e6:.3f} ms", file=sys.stderr)
+        executor.step([row])
+        times: dict[str, list[float]] = {}
+        for name, spent in executor.program(kind, size).kernel_times():
+            times.setdefault(name, []).append(spent)
+        print(f"{kind}: {sum(map(sum, times.values())):.3f} ms", file=sys.stderr)
         for name, spent in sorted(times.items(), key=lambda t: -sum(t[1])):
-            print(f"  {sum(spent) / 1e3:9.1f} us {len(spent):4d} x {name}", file=sys.stderr)
+            print(f"  {sum(spent) * 1e3:9.1f} us {len(spent):4d} x {name}", file=sys.stderr)

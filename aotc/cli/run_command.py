@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 
+from aotc.cli.options import add_device
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model")
@@ -18,9 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: the GPU if the artifact has code for it"
-    )
+    add_device(parser)
     parser.add_argument("--json", action="store_true", help="print text, token ids, finish reason and timings as JSON")
 
 

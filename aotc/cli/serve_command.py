@@ -8,6 +8,8 @@ import re
 import sys
 from typing import Any
 
+from aotc.cli.options import add_device
+
 FIXED = {
     "--dtype": "--dtype", "--max-model-len": "--max-model-len", "--quantization": "--dtype",
     "--kv-cache-dtype": "--dtype", "--max-num-batched-tokens": "--max-num-batched-tokens",
@@ -20,9 +22,7 @@ _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: the GPU if the artifact has code for it"
-    )
+    add_device(parser)
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
     parser.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name in the API (default: the folder's)"

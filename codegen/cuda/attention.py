@@ -42,7 +42,7 @@ def attention_decode(frame: Frame) -> Source:
     rows, heads, d = (frame.upper(s) for s in query.type.shape)
     kv_heads, context = (frame.upper(s) for s in kv.type.shape[2:4])
     group = heads // kv_heads
-    splits, tile = schedule.attention_decode(frame.setting.arch, rows, kv_heads, group, d, kv.type.dtype)
+    splits, tile = schedule.attention_decode(rows, kv_heads, group, d, kv.type.dtype)
     nest = frame.nest(body, wide=False)
     nest.vector("m", tile.m, "asked")
     nest.vector("d", tile.k, "live_d" if tile.k > d else "")

@@ -45,7 +45,7 @@ def matvec(arch: str, n: int, depth: int, parts: int) -> Tile:
     return Tile(1, max(min(4096 // (k * parts), 2), 1), k)
 
 
-def attention_decode(arch: str, rows: int, kv_heads: int, group: int, head_dim: int, dtype: DType) -> tuple[int, Tile]:
+def attention_decode(rows: int, kv_heads: int, group: int, head_dim: int, dtype: DType) -> tuple[int, Tile]:
     """(splits, tile): m queries of a group of heads, n keys a step, k lanes of a head. Enough programs for the card."""
     lanes = max(power_of_two(head_dim), 16)
     m = max(power_of_two(group), 16)

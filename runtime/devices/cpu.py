@@ -97,7 +97,6 @@ class CpuProgram:
         self._bases = np.zeros(len(plan.spaces), np.uint64)
         self._dims = np.zeros(len(plan.dims), np.int64)
         self.space_index = {(s.kind, s.name): i for i, s in enumerate(plan.spaces)}
-        self.nanoseconds: np.ndarray | None = None
         arrays = (self._steps, self._specs, self._resolved, self._kernels, self._bases, self._dims, library.scratch)
         self._pointers = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
 
@@ -109,25 +108,26 @@ class CpuProgram:
         """Runs the plan at these dims, on memory bound before."""
         for i, d in enumerate(self.plan.dims):
             self._dims[i] = dims[d.name]
+        self._run(None)
+
+    def _run(self, times: ctypes.c_void_p | None) -> None:
         steps, specs, resolved, kernels, bases, sizes, scratch = self._pointers
-        times = None if self.nanoseconds is None else ctypes.c_void_p(self.nanoseconds.ctypes.data)
         library = self._library
         library.run(
             library.pool, steps, len(self._steps), specs, len(self._specs), resolved, kernels, bases, sizes, scratch,
             library.scratch_bytes, times,
         )  # fmt: skip
 
-    def profile(self, on: bool = True) -> None:
-        """Counts nanoseconds a step in `nanoseconds`, from now on."""
-        self.nanoseconds = np.zeros(len(self._steps), np.int64) if on else None
-
-    def call_times(self) -> list[tuple[str, int]]:
-        """(kernel, nanoseconds) of each call in order, its barrier's wait apart under the name "barrier"."""
-        assert self.nanoseconds is not None
+    def kernel_times(self, repeat: int = 20) -> list[tuple[str, float]]:
+        """(kernel, milliseconds) of each call in order, at the dims of the last run. A barrier's wait stands apart
+        under the name "barrier"."""
+        nanoseconds = np.zeros(len(self._steps), np.int64)
+        for _ in range(repeat):
+            self._run(ctypes.c_void_p(nanoseconds.ctypes.data))
         names = [k.symbol for k in self.plan.kernels]
         return [
-            (names[s["target"]] if s["op"] == _CALL else "barrier", int(t))
-            for s, t in zip(self._steps, self.nanoseconds, strict=True)
+            (names[s["target"]] if s["op"] == _CALL else "barrier", int(t) / repeat / 1e6)
+            for s, t in zip(self._steps, nanoseconds, strict=True)
         ]
 
 

@@ -11,21 +11,6 @@ PROMPT_TEXT = (
 )
 
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 200, "hidden_size": 72,
-    "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8,
-    "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 64, "hidden_act": "silu",
-    "tie_word_embeddings": True, "torch_dtype": "float32", "bos_token_id": 0, "eos_token_id": 1,
-}  # fmt: skip
-"""A Llama with 9 heads over 3, small enough for interpreters."""
-
-
-@pytest.fixture(scope="session")
-def tiny_config():
-    """config.json of a tiny Llama; its weights are made with `--weights random:SEED`."""
-    return TINY
-
-
 @pytest.fixture(scope="session")
 def artifacts(smollm2_gguf, tmp_path_factory):
     """artifacts(dtype) -> folder of SmolLM2 compiled for this machine."""

@@ -16,19 +16,12 @@ from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import Request, Row, Sequence
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 96, "hidden_size": 64,
-    "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
-    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "hidden_act": "silu", "tie_word_embeddings": True,
-    "eos_token_id": 2, "torch_dtype": "bfloat16",
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory):
+def artifact(tmp_path_factory, tiny_config):
     folder = tmp_path_factory.mktemp("cuda")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    arguments = ["compile", str(folder), "--weights", "random:7", "--arch", "sm80,sm90", "--max-num-seqs", "1"]
+    (folder / "config.json").write_text(json.dumps(tiny_config))
+    arguments = ["compile", str(folder), "--weights", "random:7", "--arch", "sm80,sm90", "--max-num-seqs", "1", "--dtype", "bf16"]
     assert main([*arguments, "--max-num-batched-tokens", "16", "-o", str(folder / "artifact"), "--quiet"]) == 0
     return open_artifact(folder / "artifact")
 
