@@ -9,8 +9,8 @@ from typing import Protocol
 
 import msgspec
 
-from aotc.artifact.manifest import ProgramEntry, TargetEntry
-from aotc.artifact.plan import Plan, encode_plan
+from aotc.artifact.manifest import PAGE, ProgramEntry, TargetEntry, Weight
+from aotc.artifact.plan import Address, Plan, encode_plan
 from aotc.artifact.writer import ArtifactWriter
 from aotc.ir.program import Program
 from aotc.ir.sizes import upper_bound
@@ -129,4 +129,27 @@ def _entry(target: Target, plans: list[Plan], library: str, scratch_bytes: int, 
         llm = kind in ("decode", "extend") and bucket.isdigit()
         entries.append(ProgramEntry(plan.program, kind if llm else "call", int(bucket) if llm else 0, name))
     arena = max(p.arena_bytes for p in plans)
-    return TargetEntry(target.name, target.device, library, arena, scratch_bytes, tuple(entries))
+    used = weight_ranges(plans, work.writer.weights)
+    return TargetEntry(target.name, target.device, library, arena, scratch_bytes, tuple(entries), weights=used)
+
+
+def weight_ranges(plans: list[Plan], weights: list[Weight]) -> tuple[tuple[int, int], ...]:
+    """The pages of weights.bin that plans name, as (offset, bytes), adjoining ones joined."""
+    ends: dict[int, int] = {}
+    for w in weights:
+        ends[w.offset] = max(w.offset + w.nbytes, ends.get(w.offset, 0))
+    offsets = set()
+    for plan in plans:
+        named = [a for call in plan.calls() for a in call.args if isinstance(a, Address)]
+        named += [Address(t.space, t.offset) for t in (*plan.inputs, *plan.outputs)] + list(plan.conditions())
+        offsets |= {a.offset for a in named if plan.spaces[a.space].kind == "weights"}
+    ranges: list[list[int]] = []
+    for offset in sorted(offsets):
+        begin, end = offset // PAGE * PAGE, -(-ends[offset] // PAGE) * PAGE
+        if begin == end:  # a weight without elements
+            continue
+        if ranges and begin <= ranges[-1][1]:
+            ranges[-1][1] = max(end, ranges[-1][1])
+        else:
+            ranges.append([begin, end])
+    return tuple((begin, end - begin) for begin, end in ranges)

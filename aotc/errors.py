@@ -2,7 +2,9 @@
 
 
 class AotcError(Exception):
-    """Base of all errors meant for users; the CLI prints it as one line and exits with code 2."""
+    """Base of all errors meant for users; the CLI prints it as one line and exits with `exit_code`."""
+
+    exit_code = 2
 
 
 class SourceError(AotcError):
@@ -23,6 +25,12 @@ class RequestError(AotcError):
 
 class DeviceError(AotcError):
     """The device is missing, unsuitable or failed."""
+
+
+class DeviceLostError(DeviceError):
+    """The device failed while it ran a model: what it computed is dropped, and only a new process can use it again."""
+
+    exit_code = 70  # EX_SOFTWARE of sysexits.h; `aotc run` and the engine process of `aotc serve` end with it
 
 
 class CompilerError(AotcError):

@@ -54,3 +54,14 @@ def log_level() -> str | None:
 def api_key() -> str | None:
     """AOTC_API_KEY: the key that clients of `aotc serve` must send; unset means that none is asked for."""
     return os.environ.get("AOTC_API_KEY") or None
+
+
+def sync() -> bool:
+    """AOTC_SYNC: 1 makes a GPU run kernel by kernel, so that an error names the kernel; slow. Unset or 0: off.
+
+    Raises AotcError for any other value.
+    """
+    value = os.environ.get("AOTC_SYNC", "")
+    if value not in ("", "0", "1"):
+        raise AotcError(f"AOTC_SYNC is {value!r}; set it to 0 or 1")
+    return value == "1"

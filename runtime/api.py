@@ -5,22 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from aotc.artifact.reader import open_artifact
+from aotc.runtime.devices.opening import begin_opening
 
 
-def load(path: str | Path, **options: Any) -> Any:
+def load(path: str | Path, *, device: str = "auto", **options: Any) -> Any:
     """Loads an artifact and returns it warm: an LLM (`generate`, `stream`) or a TensorModel (call it with arrays).
 
-    Options of LLMs: `max_num_seqs` (4) bounds the sequences that run at once; `device` is cpu, cuda or auto (the GPU
-    where there is one and the artifact has code for it). Tensor models run on the CPU. Raises ArtifactError and DeviceError.
+    `device` is cpu, cuda or auto (the GPU where there is one and the artifact has code for it). Of LLMs, `max_num_seqs`
+    (4) bounds the sequences that run at once. Both have `memory` and `close`, and are context managers. Raises
+    ArtifactError and DeviceError.
     """
+    opening = begin_opening(path, device)  # before the imports, which take as long as a context does
+    from aotc.artifact.reader import open_artifact
+
     artifact = open_artifact(path)
     if artifact.manifest.model.kind == "llm":
         from aotc.runtime.llm import LLM
 
-        llm = LLM(artifact, **options)
+        llm = LLM(artifact, device=device, opening=opening, **options)
         llm.warm()
         return llm
     from aotc.runtime.tensor_model import TensorModel
 
-    return TensorModel(artifact, **options)
+    return TensorModel(artifact, device=device, opening=opening, **options)

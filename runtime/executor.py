@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from aotc.artifact.manifest import ProgramEntry, TargetEntry
 from aotc.artifact.reader import Artifact
-from aotc.errors import ArtifactError, DeviceError, RequestError
+from aotc.errors import ArtifactError, RequestError
 from aotc.runtime.devices.cpu import CpuLibrary, CpuProgram, allocate
+from aotc.runtime.devices.opening import choose_device
+from aotc.runtime.memory import CLOSED, LOGPROBS, Memory, weight_bytes
 from aotc.runtime.sampling import fill_row
 from aotc.runtime.sequence import Row, Sequence
 from aotc.runtime.step_inputs import StepInputs, layout
 
-LOGPROBS = 21
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Exact bytes by what they are for; `total` is everything that this model allocates."""
-
-    weights: int
-    arena: int
-    state: int
-    scratch: int
-    step: int
-    outputs: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.arena + self.state + self.scratch + self.step + self.outputs
-
+if TYPE_CHECKING:
+    from aotc.runtime.devices.opening import Opening
 
 @dataclass(frozen=True)
 class StepOutputs:
@@ -46,10 +33,11 @@ class StepOutputs:
 
 
 class DeviceExecutor(ABC):
-    """What devices have in common. `_start_device` allocates, `_load` binds a program, `_run` runs one."""
+    """What devices have in common. `_load` binds a program to the executor's memory, `_run` runs one."""
 
     inputs: StepInputs
     outputs: StepOutputs
+    closed = False
 
     def __init__(self, artifact: Artifact, target: TargetEntry, max_num_seqs: int) -> None:
         manifest = artifact.manifest
@@ -63,6 +51,7 @@ class DeviceExecutor(ABC):
         self._history = next(f.offset for f in manifest.state.fields if f.name == "history")
         self._entries = sorted(target.programs, key=lambda p: (p.kind, p.bucket))
         self._loaded: dict[str, Any] = {}
+        self._loading = threading.RLock()
 
     @property
     @abstractmethod
@@ -82,21 +71,40 @@ class DeviceExecutor(ABC):
         """Runs a program on what `inputs` holds; afterwards `outputs` holds what `rows` ask for."""
 
     def program(self, kind: str, size: int) -> Any:
-        """The smallest program of a kind that takes `size` rows or tokens, loaded on first use."""
+        """The smallest program of a kind that takes `size` rows or tokens, loaded on first use. Thread-safe."""
         for entry in self._entries:
             if entry.kind == kind and entry.bucket >= size:
-                if entry.name not in self._loaded:
-                    self._loaded[entry.name] = self._load(entry)
-                return self._loaded[entry.name]
+                return self._loaded.get(entry.name) or self._load_once(entry)
         raise RequestError(f"no {kind} program takes {size}: compile with a larger bucket")
+
+    def _load_once(self, entry: ProgramEntry) -> Any:
+        with self._loading:
+            if entry.name not in self._loaded:
+                self._loaded[entry.name] = self._load(entry)
+            return self._loaded[entry.name]
 
     def warm(self) -> None:
         """Loads the programs of a first request."""
         self.program("decode", 1)
         self.program("extend", 1)
 
+    def close(self) -> None:
+        """Frees all memory. Views of results must not be touched afterwards; steps raise RequestError. May be called
+        more than once, and never while a step runs."""
+        self.closed = True
+        self._loaded.clear()
+        for name in ("inputs", "outputs"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+    def require_open(self) -> None:
+        """Raises RequestError after `close`."""
+        if self.closed:
+            raise RequestError(CLOSED)
+
     def step(self, rows: list[Row]) -> StepOutputs:
         """Runs one step. Results are indexed by row."""
+        self.require_open()
         tokens = self._fill(rows)
         dims = {"tokens": tokens, "rows": len(rows), "slots": self.max_num_seqs}
         self._run(self.program("decode" if tokens == len(rows) else "extend", tokens), dims, rows)
@@ -125,7 +133,7 @@ class CpuExecutor(DeviceExecutor):
     def __init__(self, artifact: Artifact, max_num_seqs: int) -> None:
         super().__init__(artifact, artifact.cpu_target(), max_num_seqs)
         self._library = CpuLibrary(artifact.file(self.target.library), self.target.scratch_bytes)
-        self.weights = artifact.map_weights()
+        self.weights = artifact.map_weights(target=self.target)
         self._arena = allocate(self.target.arena_bytes)
         self._state = allocate(self.slot_bytes * self.max_num_seqs)
         rows = self.model.max_rows
@@ -138,15 +146,22 @@ class CpuExecutor(DeviceExecutor):
             self._ids.view(np.int32).reshape(rows, LOGPROBS), self._logits.view(np.float32).reshape(rows, self.vocab_size),
         )  # fmt: skip
 
+    def close(self) -> None:
+        super().close()
+        none = np.zeros(0, np.uint8)
+        self.weights = self._arena = self._state = self._step = self._logits = self._token = none
+        self._logprobs = self._ids = none
+
     @property
     def memory(self) -> Memory:
         outputs = sum(a.nbytes for a in (self._logits, self._token, self._logprobs, self._ids))
         return Memory(
-            self.weights.nbytes, self._arena.nbytes, self._state.nbytes, self._library.scratch.nbytes, self._step.nbytes,
-            outputs,
+            weight_bytes(self.artifact.manifest, self.target), self._arena.nbytes, self._state.nbytes,
+            self._library.scratch.nbytes, self._step.nbytes, outputs,
         )  # fmt: skip
 
     def start(self, sequence: Sequence) -> None:
+        self.require_open()
         history = self.history(sequence.slot)
         history[: sequence.prompt_len] = sequence.request.prompt_token_ids
 
@@ -173,28 +188,19 @@ class CpuExecutor(DeviceExecutor):
         return program
 
 
-DEVICES = ("auto", "cpu", "cuda")
-
-
-def open_executor(artifact: Artifact, max_num_seqs: int, device: str = "auto") -> DeviceExecutor:
-    """The executor of a device. `auto` is the GPU where the artifact has code for one and there is one.
+def open_executor(
+    artifact: Artifact, max_num_seqs: int, device: str = "auto", opening: Opening | None = None
+) -> DeviceExecutor:
+    """The executor of a device. `auto` is the GPU where the artifact has code for one and there is one; `opening` is
+    what `begin_opening` gave.
 
     Raises ArtifactError and DeviceError.
     """
-    if device not in DEVICES:
-        raise RequestError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
-    inside = {t.device for t in artifact.manifest.targets}
-    if device == "cpu" or inside == {"cpu"} and device == "auto":
+    gpu = choose_device(artifact, device, opening)
+    if gpu is None:
         return CpuExecutor(artifact, max_num_seqs)
     from aotc.runtime.cuda_executor import CudaExecutor
-    from aotc.runtime.devices.cuda import CudaDevice
 
-    try:
-        gpu = CudaDevice()
-    except DeviceError:
-        if device == "cuda" or "cpu" not in inside:
-            raise
-        return CpuExecutor(artifact, max_num_seqs)
     return CudaExecutor(artifact, max_num_seqs, gpu)
 
 

@@ -19,6 +19,7 @@ from aotc.runtime.sequence import Request, TokenOutput
 
 if TYPE_CHECKING:
     from aotc.runtime.chat_template import ChatTemplate
+    from aotc.runtime.devices.opening import Opening
     from aotc.runtime.tokenizer import Tokenizer
 
 
@@ -90,15 +91,30 @@ class TextStream:
 
 
 class LLM:
-    """A loaded language model. Made by `aotc.load`; one thread at a time."""
+    """A loaded language model. Made by `aotc.load`; one thread at a time. A context manager that closes it."""
 
-    def __init__(self, artifact: Artifact, *, max_num_seqs: int = 4, device: str = "auto") -> None:
+    def __init__(
+        self, artifact: Artifact, *, max_num_seqs: int = 4, device: str = "auto", opening: Opening | None = None
+    ) -> None:
+        """`opening` is a GPU that is being opened (`begin_opening`): the tokenizer is read in the meantime."""
         self.artifact, self.model = artifact, artifact.manifest.model
-        self._executor = open_executor(artifact, max_num_seqs, device)
-        self.engine = Engine(self._executor, self.model.eos_token_ids)
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
         self._number = 0
+        if opening is not None and artifact.has("tokenizer.json"):
+            _ = self.tokenizer
+        self._executor = open_executor(artifact, max_num_seqs, device, opening)
+        self.engine = Engine(self._executor, self.model.eos_token_ids)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees all memory of the model, on either device. Calls raise RequestError afterwards."""
+        self._executor.close()
 
     @property
     def memory(self) -> Memory:
@@ -183,6 +199,7 @@ class LLM:
             self.engine.cancel(request.request_id)
 
     def _submit(self, prompt: str | Sequence[int], params: SamplingParams) -> tuple[Request, TextStream]:
+        self._executor.require_open()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._number += 1
         seed = params.seed if params.seed is not None else secrets.randbits(63)

@@ -12,6 +12,7 @@ from aotc.errors import ArtifactError
 
 FORMAT_VERSION = 1
 CHUNK_BYTES = 4 << 20  # of weights.bin that one checksum covers
+PAGE = 4096  # where weights of 1 MiB and more begin, and what a target's share of weights.bin is made of
 ITEM_BYTES = {
     "f64": 8, "i64": 8, "u64": 8, "f32": 4, "i32": 4, "u32": 4, "f16": 2, "bf16": 2, "i16": 2, "u16": 2, "i8": 1,
     "u8": 1, "bool": 1,
@@ -69,7 +70,8 @@ class ProgramEntry(_Struct, frozen=True):
 
 class TargetEntry(_Struct, frozen=True):
     """Everything for one architecture. `scratch_bytes` is a thread's (CPU), `dims` orders the
-    values of dims in device memory, `counter_bytes` are of zeroed memory (CUDA)."""
+    values of dims in device memory, `counter_bytes` are of zeroed memory (CUDA). `weights` are the pages of weights.bin
+    that its plans name, as (offset, bytes), ascending; none listed: the whole."""
 
     name: str
     device: str
@@ -79,6 +81,7 @@ class TargetEntry(_Struct, frozen=True):
     programs: tuple[ProgramEntry, ...]
     dims: tuple[str, ...] = ()
     counter_bytes: int = 0
+    weights: tuple[tuple[int, int], ...] = ()
 
 
 class Model(_Struct, frozen=True):
@@ -110,6 +113,11 @@ class Manifest(_Struct, frozen=True):
     state: State | None = None
     provenance: dict[str, str] = {}
     sha256: str = ""
+
+    def weight_ranges(self, target: TargetEntry) -> tuple[tuple[int, int], ...]:
+        """(offset, bytes) of what a target needs of weights.bin: ascending, apart, at the starts of pages."""
+        ranges = target.weights or ((0, self.weights_bytes),)
+        return tuple((offset, min(nbytes, self.weights_bytes - offset)) for offset, nbytes in ranges)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -157,9 +165,18 @@ def _check(m: Manifest) -> None:
     for target in m.targets:
         if target.arena_bytes < 0 or target.scratch_bytes < 0:
             raise ArtifactError(f"manifest.json is malformed: memory of {target.name}")
+        _check_ranges(target, m.weights_bytes)
         for path in (target.library, *(p.plan for p in target.programs)):
             if path and path not in m.files:
                 raise ArtifactError(f"manifest.json is malformed: {path} is not among its files")
+
+
+def _check_ranges(target: TargetEntry, size: int) -> None:
+    end = 0
+    for offset, nbytes in target.weights:
+        if not end <= offset < size or nbytes <= 0 or offset % PAGE or nbytes % PAGE or offset + nbytes >= size + PAGE:
+            raise ArtifactError(f"manifest.json is malformed: the weights of {target.name}")
+        end = offset + nbytes
 
 
 def _check_state(state: State) -> None:

@@ -118,16 +118,19 @@ class Plan(_Struct, frozen=True):
 
     def calls(self) -> Iterator[Call]:
         """Every call, both bodies of branches included."""
-        yield from _calls(self.body)
+        yield from (step for step in _walk(self.body) if isinstance(step, Call))
+
+    def conditions(self) -> Iterator[Address]:
+        """Where the conditions of all branches lie."""
+        yield from (step.condition for step in _walk(self.body) if isinstance(step, If))
 
 
-def _calls(body: tuple[Instruction, ...]) -> Iterator[Call]:
+def _walk(body: tuple[Instruction, ...]) -> Iterator[Instruction]:
     for step in body:
-        if isinstance(step, Call):
-            yield step
-        else:
-            yield from _calls(step.then)
-            yield from _calls(step.orelse)
+        yield step
+        if isinstance(step, If):
+            yield from _walk(step.then)
+            yield from _walk(step.orelse)
 
 
 def evaluate(size: SizeExpr, dims: Mapping[str, int]) -> int:

@@ -18,11 +18,10 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
-from aotc.artifact.manifest import CHUNK_BYTES, File, Manifest, Weight, encode_manifest
+from aotc.artifact.manifest import CHUNK_BYTES, PAGE, File, Manifest, Weight, encode_manifest
 from aotc.errors import ArtifactError
 
 ALIGNMENT = 64
-PAGE = 4096
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 

@@ -66,7 +66,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command and returns the exit code: 0, 2 for an error of the user's, 130 for an interrupt."""
+    """Runs a command and returns the exit code: 0, 2 for an error of the user's, 70 for a device that failed at work,
+    130 for an interrupt."""
     try:
         code = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()  # here, where a full disk is still reported
@@ -79,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (AotcError, OSError, MemoryError, ModuleNotFoundError) as error:
         print(f"aotc: error: {_explain(error)}", file=sys.stderr)
         _drop_output()
-        return 2
+        return error.exit_code if isinstance(error, AotcError) else 2
 
 
 def _run(arguments: list[str]) -> int:

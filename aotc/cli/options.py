@@ -6,7 +6,7 @@ import argparse
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    """`--device`: where an artifact runs; the names are those of `aotc.runtime.executor.DEVICES`."""
+    """`--device`: where an artifact runs; the names are those of `aotc.runtime.devices.opening.DEVICES`."""
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: the GPU if the artifact has code for it"
     )

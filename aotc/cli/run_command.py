@@ -1,4 +1,6 @@
-"""Answer one prompt with an artifact: the text alone goes to standard output."""
+"""Answer one prompt with an artifact: the text alone goes to standard output.
+
+Exit codes: 0; 2 for an error that is said in a line; 70 when the GPU failed while it answered; 130 for an interrupt."""
 
 from __future__ import annotations
 
@@ -25,6 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    from aotc.runtime.devices.opening import begin_opening
+
+    opening = begin_opening(options.artifact, options.device)  # before the imports, which take as long
     from aotc.artifact.reader import open_artifact
     from aotc.errors import RequestError
     from aotc.runtime.llm import LLM
@@ -32,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     artifact = open_artifact(options.artifact)
     if artifact.manifest.model.kind != "llm":
         raise RequestError(f"{options.artifact} is no language model: call it from Python with aotc.load(...)(...)")
-    llm = LLM(artifact, max_num_seqs=1, device=options.device)
+    llm = LLM(artifact, max_num_seqs=1, device=options.device, opening=opening)
     settings = {
         "max_tokens": options.max_tokens, "temperature": options.temperature, "top_p": options.top_p,
         "top_k": options.top_k, "seed": options.seed,

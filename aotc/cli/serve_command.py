@@ -1,4 +1,6 @@
-"""Serve an artifact over OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics."""
+"""Serve an artifact over OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics.
+
+The model runs in a child process. Where it ends, with exit code 70 when the GPU failed in a step, another is started."""
 
 from __future__ import annotations
 

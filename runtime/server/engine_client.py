@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from aotc.errors import DeviceError, RequestError
+from aotc.errors import DeviceError, DeviceLostError, RequestError
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import TokenOutput
 from aotc.runtime.server.messages import (
@@ -100,7 +100,7 @@ class EngineClient:
                     delay = BACKOFF[min(self._short_lives, len(BACKOFF) - 1)]
                     self._short_lives += 1
                     self.on_restart()
-                    log.error("the engine ended, starting another in %.1f s", delay)
+                    log.error("the engine ended, starting another in %.1f s%s", delay, self._why())
                     await asyncio.sleep(delay)
             log.error("the engine cannot start: %s", self.failed)
             self.on_failed()
@@ -188,6 +188,15 @@ class EngineClient:
             if time.monotonic() > end:
                 process.kill()
             await asyncio.sleep(0.01)
+
+    def _why(self) -> str:
+        """How the last process ended, as far as its exit code tells."""
+        code = self._process.returncode if self._process is not None else None
+        if not code:
+            return ""
+        if code == DeviceLostError.exit_code:
+            return f" (exit code {code}: the device failed in a step)"
+        return f" (signal {-code})" if code < 0 else f" (exit code {code})"
 
     def _kill(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -1,6 +1,7 @@
 """The engine's own process: `python -m aotc.runtime.server.engine_process FD ARTIFACT MAX_NUM_SEQS DEVICE`.
 
-A hung step or a broken device can only be cured by a new process: the server starts one when this one dies.
+A hung step or a broken device can only be cured by a new process: the server starts one when this one dies. Exit codes:
+0 when the server is gone, 2 when the model does not load, 70 when the device failed in a step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator
 
-from aotc.errors import AotcError, DeviceError, RequestError
+from aotc.errors import AotcError, DeviceError, DeviceLostError, RequestError
 from aotc.runtime.engine import Engine
 from aotc.runtime.sequence import Request
 from aotc.runtime.server.messages import (
@@ -111,23 +112,33 @@ def _take(engine: Engine, channel: Channel, message: Message) -> None:
 
 def main(arguments: list[str]) -> int:
     from aotc.artifact.reader import open_artifact
+    from aotc.runtime.devices.opening import begin_opening
     from aotc.runtime.executor import open_executor
 
     belong_to_server()
     descriptor, path, seqs, kind = int(arguments[0]), arguments[1], int(arguments[2]), arguments[3]
     channel = Channel(socket.socket(fileno=descriptor))
+    opening = begin_opening(path, kind)
     try:
-        executor = open_executor(open_artifact(path), seqs, kind)
+        executor = open_executor(open_artifact(path), seqs, kind, opening)
         executor.warm()
     except AotcError as error:
         channel.send(Unusable(str(error), isinstance(error, DeviceError)))
         return 2
     engine = Engine(executor, executor.model.eos_token_ids)
     channel.send(Ready({k: int(v) for k, v in vars(executor.memory).items()}))
+    return serve_to_the_end(engine, channel, executor.max_num_seqs)
+
+
+def serve_to_the_end(engine: Engine, channel: Channel, max_num_seqs: int) -> int:
+    """Serves until the server is gone or the device fails; the exit code. Tokens of a failed step are never sent."""
     try:
-        serve(engine, channel, executor.max_num_seqs)
+        serve(engine, channel, max_num_seqs)
+    except DeviceLostError as error:
+        print(f"aotc: error: {error}", file=sys.stderr)
+        return error.exit_code
     except (EOFError, ConnectionError):
-        return 0
+        pass
     return 0
 
 

@@ -10,7 +10,7 @@ from aotc.errors import AotcError
 
 @pytest.mark.parametrize("unset", [True, False])
 def test_absent_and_empty_mean_the_default(monkeypatch: pytest.MonkeyPatch, unset: bool) -> None:
-    for name in ("AOTC_CACHE", "AOTC_DUMP", "AOTC_NUM_THREADS", "AOTC_CXX", "AOTC_LOG", "AOTC_API_KEY"):
+    for name in ("AOTC_CACHE", "AOTC_DUMP", "AOTC_NUM_THREADS", "AOTC_CXX", "AOTC_LOG", "AOTC_API_KEY", "AOTC_SYNC"):
         if unset:
             monkeypatch.delenv(name, raising=False)
         else:
@@ -18,7 +18,7 @@ def test_absent_and_empty_mean_the_default(monkeypatch: pytest.MonkeyPatch, unse
     monkeypatch.setenv("HOME", "/somewhere")
     assert knobs.cache_dir() == Path("/somewhere/.cache/aotc")
     assert (knobs.dump_dir(), knobs.num_threads(), knobs.cxx(), knobs.log_level()) == (None, None, None, None)
-    assert knobs.api_key() is None
+    assert knobs.api_key() is None and knobs.sync() is False
 
 
 def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,10 @@ def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AOTC_CXX", "clang++")
     monkeypatch.setenv("AOTC_LOG", "Debug")
     monkeypatch.setenv("AOTC_API_KEY", "secret")
-    assert knobs.api_key() == "secret"
+    monkeypatch.setenv("AOTC_SYNC", "1")
+    assert knobs.api_key() == "secret" and knobs.sync() is True
+    monkeypatch.setenv("AOTC_SYNC", "0")
+    assert knobs.sync() is False
     assert (knobs.cache_dir(), knobs.dump_dir()) == (Path("/somewhere/models"), Path("dump"))
     assert (knobs.num_threads(), knobs.cxx(), knobs.log_level()) == (3, "clang++", "debug")
 
@@ -45,3 +48,9 @@ def test_bad_log_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AOTC_LOG", "loud")
     with pytest.raises(AotcError, match="AOTC_LOG.*debug, info, warning, error"):
         knobs.log_level()
+
+
+def test_bad_sync_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AOTC_SYNC", "yes")
+    with pytest.raises(AotcError, match="AOTC_SYNC is 'yes'; set it to 0 or 1"):
+        knobs.sync()

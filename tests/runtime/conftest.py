@@ -1,11 +1,18 @@
-"""Servers over a fake engine: one a module for plain questions, and fresh ones for tests that break something."""
+"""Servers over a fake engine: one a module for plain questions, and fresh ones for tests that break something. GPUs
+over a fake driver, and an artifact for them."""
 
 import contextlib
+import importlib
+import json
 
 import pytest
 import tokenizers
+from fake_cuda import FakeDriver
 from serving import Running
 
+from aotc.artifact.reader import open_artifact
+from aotc.cli import main
+from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.tokenizer import Tokenizer
 
 
@@ -34,3 +41,44 @@ def fresh(byte_tokenizer, tmp_path):
     """fresh(**options) -> a server of its own, ended with the test."""
     with contextlib.ExitStack() as stack:
         yield lambda **options: stack.enter_context(Running(tmp_path, byte_tokenizer, **options))
+
+
+@pytest.fixture(scope="session")
+def cuda_artifact(tmp_path_factory, tiny_config, byte_tokenizer):
+    """A tiny Llama for two GPU architectures, with programs for 1 and 2 rows and for 128 and 160 tokens."""
+    folder = tmp_path_factory.mktemp("cuda")
+    config = {**tiny_config, "max_position_embeddings": 256, "vocab_size": 258}
+    (folder / "config.json").write_text(json.dumps(config))
+    byte_tokenizer.backend.save(str(folder / "tokenizer.json"))
+    arguments = ["compile", str(folder), "--weights", "random:7", "--arch", "sm80,sm90", "--max-num-seqs", "2", "--dtype", "bf16"]
+    assert main([*arguments, "--max-num-batched-tokens", "160", "-o", str(folder / "artifact"), "--quiet"]) == 0
+    return open_artifact(folder / "artifact")
+
+
+@pytest.fixture
+def use_driver(monkeypatch):
+    """use_driver(driver): it stands in for the machine's."""
+    real = importlib.import_module
+
+    def use(driver):
+        monkeypatch.setattr(importlib, "import_module", lambda n: driver if n == "cuda.bindings.driver" else real(n))
+        return driver
+
+    return use
+
+
+@pytest.fixture
+def fake_driver(use_driver):
+    """fake_driver(**options): a driver that stands in for the machine's."""
+    return lambda **options: use_driver(FakeDriver(**options))
+
+
+@pytest.fixture
+def gpu(fake_driver):
+    """gpu(**options) -> (the device, its driver)."""
+
+    def make(**options):
+        driver = fake_driver(**options)
+        return CudaDevice(), driver
+
+    return make

@@ -1,9 +1,9 @@
 """An engine process without a model: `fake_engine.py FD FOLDER MAX_NUM_SEQS`, for tests of the server.
 
 It answers with its prompt, over and over, from an offset that seed and choice decide where the temperature is not 0.
-Words in the prompt make it misbehave at output number N: `eos:N` ends, `nan:N` gives no valid token, `die:N` ends the
-process the first time and `kill:N` every time. `slow` takes 20 ms a step, `nap` a second and a half for the first
-token, `stuck` the first time never returns.
+Words in the prompt make it misbehave at output number N: `eos:N` ends, `nan:N` gives no valid token, `fault:N` is an
+error of the device, `die:N` ends the process the first time and `kill:N` every time. `slow` takes 20 ms a step, `nap` a
+second and a half for the first token, `stuck` the first time never returns.
 
 Files in FOLDER, looked at on start: `refuse` and `unplugged` hold the message with which it refuses for the artifact's
 sake or for the device's, `crash` ends it without one, `babble` holds bytes that it sends when it is ready, once. What
@@ -12,7 +12,6 @@ happens is written to FOLDER/log, a JSON line each.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -24,14 +23,15 @@ from pathlib import Path
 
 import numpy as np
 
+from aotc.errors import DeviceLostError
 from aotc.runtime.engine import Engine
 from aotc.runtime.sequence import Request, Row, Sequence
 from aotc.runtime.server import engine_process
-from aotc.runtime.server.engine_process import Channel, belong_to_server, serve
+from aotc.runtime.server.engine_process import Channel, belong_to_server, serve_to_the_end
 from aotc.runtime.server.messages import Ready, Unusable
 
 EOS, VOCAB, MAX_MODEL_LEN = 257, 258, 200
-_COMMAND = re.compile(r"(eos|nan|die|kill):(\d+)")
+_COMMAND = re.compile(r"(eos|nan|die|kill|fault):(\d+)")
 
 
 @dataclass
@@ -83,6 +83,8 @@ class FakeExecutor:
                     return EOS
                 if word == "nan":
                     return -1
+                if word == "fault":
+                    raise DeviceLostError("step 3 failed in program decode_1")
                 if word == "kill" or self._first_time():
                     os._exit(1)
         shift = 0 if request.params.greedy else 7 * request.seed + request.choice
@@ -134,10 +136,10 @@ def main() -> None:
         garbage = (folder / "babble").read_bytes()
         (folder / "babble").unlink()  # before the server can end this process
         channel._socket.sendall(garbage)
-    with contextlib.suppress(EOFError, ConnectionError):
-        serve(engine, channel, seqs)
-    engine.log("end")
-    os._exit(0)
+    code = serve_to_the_end(engine, channel, seqs)
+    engine.log("end", code=code)
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

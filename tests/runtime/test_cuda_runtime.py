@@ -1,63 +1,30 @@
 """The CUDA runtime over a driver that records: what is allocated, uploaded, built and launched, and what is refused."""
 
-import importlib
-import json
-import shutil
+import gc
+import threading
 
 import numpy as np
 import pytest
-from fake_cuda import FakeDriver
+from cuda_cases import sequence
 
-from aotc.artifact.reader import open_artifact
-from aotc.cli import main
-from aotc.errors import ArtifactError, DeviceError
+import aotc
+from aotc.errors import DeviceError, RequestError
 from aotc.runtime.cuda_executor import CudaExecutor
-from aotc.runtime.devices.cuda import CudaDevice
-from aotc.runtime.sampling import SamplingParams
-from aotc.runtime.sequence import Request, Row, Sequence
+from aotc.runtime.sequence import Row
 
 
-@pytest.fixture(scope="module")
-def artifact(tmp_path_factory, tiny_config):
-    folder = tmp_path_factory.mktemp("cuda")
-    (folder / "config.json").write_text(json.dumps(tiny_config))
-    arguments = ["compile", str(folder), "--weights", "random:7", "--arch", "sm80,sm90", "--max-num-seqs", "1", "--dtype", "bf16"]
-    assert main([*arguments, "--max-num-batched-tokens", "16", "-o", str(folder / "artifact"), "--quiet"]) == 0
-    return open_artifact(folder / "artifact")
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """gpu(**options) -> (the device, its driver)."""
-    real = importlib.import_module
-
-    def make(**options):
-        driver = FakeDriver(**options)
-        monkeypatch.setattr(importlib, "import_module", lambda n: driver if n == "cuda.bindings.driver" else real(n))
-        return CudaDevice(), driver
-
-    return make
-
-
-def sequence(*tokens, **settings):
-    params = SamplingParams(temperature=0, **settings)
-    made = Sequence(Request("s", tokens, params), 0, list(tokens))
-    made.bias = params.bias_arrays() if params.logit_bias else None
-    return made
-
-
-def test_weights_arrive_whole_and_a_step_is_one_graph(artifact, gpu):
+def test_weights_arrive_whole_and_a_step_is_one_graph(cuda_artifact, gpu):
     device, driver = gpu()
-    executor = CudaExecutor(artifact, 1, device)
-    weights = np.ctypeslib.as_array(driver.blocks[executor._weights])
-    np.testing.assert_array_equal(weights[: artifact.manifest.weights_bytes], artifact.map_weights())
+    executor = CudaExecutor(cuda_artifact, 1, device)
+    weights = np.ctypeslib.as_array(driver.blocks[executor._weights.address(0)])
+    np.testing.assert_array_equal(weights, cuda_artifact.map_weights())
     prompt = sequence(5, 6, 7)
     executor.start(prompt)
     history = np.ctypeslib.as_array(driver.blocks[executor._state])[executor._history :].view(np.int32)
     assert history[:3].tolist() == [5, 6, 7]
     executor.step([Row(prompt, 0, 3, True)])
     assert len(driver.launched) == 1
-    plan = artifact.plan(next(p.plan for p in executor.target.programs if p.kind == "extend"))
+    plan = cuda_artifact.plan(next(p.plan for p in executor.target.programs if p.kind == "extend"))
     assert len(driver.graphs[driver.launched[0]]) == len(list(plan.calls()))
     assert set(driver.edges) == {(1, 1)}, "kernels of sm90 wait themselves"
     step = np.ctypeslib.as_array(driver.blocks[executor._step])
@@ -66,65 +33,132 @@ def test_weights_arrive_whole_and_a_step_is_one_graph(artifact, gpu):
     assert dict(zip(executor.target.dims, dims.tolist(), strict=False)) == {"rows": 1, "slots": 1, "tokens": 3}
 
 
-def test_kernels_of_older_cards_wait_for_nothing_themselves(artifact, gpu):
+def test_kernels_of_older_cards_wait_for_nothing_themselves(cuda_artifact, gpu):
     device, driver = gpu(capability=(8, 6))
-    executor = CudaExecutor(artifact, 1, device)
+    executor = CudaExecutor(cuda_artifact, 1, device)
     assert executor.target.name == "sm80"
-    executor.warm()
+    executor.finish_warming()
     assert set(driver.edges) == {(0, 0)}
 
 
-def test_biases_lie_in_memory_that_the_gpu_reads(artifact, gpu):
+def test_biases_lie_in_memory_that_the_gpu_reads(cuda_artifact, gpu):
     device, driver = gpu()
-    executor = CudaExecutor(artifact, 1, device)
+    executor = CudaExecutor(cuda_artifact, 1, device)
     biased = sequence(5, logit_bias={3: 1.5, 9: -2.0})
     executor.start(biased)
     assert biased.bias[0].tolist() == [3, 9] and biased.bias[1].tolist() == [1.5, -2.0]
     place = biased.bias[0].ctypes.data
-    assert any(at <= place < at + len(block) for at, block in driver.blocks.items())
+    assert any(at <= place < at + len(block) for at, block in driver.host.items())
 
 
-def test_memory_is_exact_and_refused_before_anything_is_copied(artifact, gpu):
+def test_memory_is_exact_to_the_byte(cuda_artifact, gpu):
     device, driver = gpu()
-    executor = CudaExecutor(artifact, 1, device)
-    parts = (executor._weights, executor._arena, executor._state, executor._counters, executor._step, executor._logits)
-    taken = sum(len(driver.blocks[p]) for p in (*parts, executor._results))
-    assert executor.memory.total <= taken <= executor.memory.total + 256 * 7  # least size of an allocation
-    device, driver = gpu(free=1000)
-    with pytest.raises(DeviceError, match=r"needs 0.00 GB on the GPU and 0.00 GB are free"):
-        CudaExecutor(artifact, 1, device)
-    assert not driver.blocks
+    executor = CudaExecutor(cuda_artifact, 1, device)
+    assert executor.memory.total == sum(map(len, driver.blocks.values()))
+    assert executor.memory.pinned == sum(map(len, driver.host.values()))
+    assert executor.memory.weights == cuda_artifact.manifest.weights_bytes, "all targets need the same weights"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"gpus": 0}, "finds no GPU"), ({"version": 11080}, "is for CUDA 11.8: at least 12.0 is needed")],
-)
-def test_what_is_missing_is_said(gpu, options, message):
-    with pytest.raises(DeviceError, match=message):
-        gpu(**options)
-
-
-def test_another_architecture_is_refused_with_what_is_inside(artifact, gpu):
-    device, _ = gpu(capability=(12, 0))
-    with pytest.raises(ArtifactError, match=r"compiled for sm80, sm90; this GPU is sm120 .*--arch sm120"):
-        device.target_of(artifact)
-
-
-def test_damaged_weights_are_named(artifact, gpu, tmp_path):
-    shutil.copytree(artifact.path, tmp_path / "copy")
-    data = np.fromfile(tmp_path / "copy" / "weights.bin", np.uint8)
-    data[100] ^= 1
-    data.tofile(tmp_path / "copy" / "weights.bin")
-    with pytest.raises(ArtifactError, match="weights.bin is damaged at"):
-        CudaExecutor(open_artifact(tmp_path / "copy"), 1, gpu()[0])
-
-
-def test_a_failing_step_is_an_error_not_an_answer(artifact, gpu):
+def test_too_little_memory_is_refused_before_anything_is_taken(cuda_artifact, gpu):
     device, driver = gpu()
-    executor = CudaExecutor(artifact, 1, device)
-    prompt = sequence(5)
-    executor.start(prompt)
-    driver.failing = "cuStreamSynchronize"
-    with pytest.raises(DeviceError, match="CUDA_ERROR_FAKE in cuStreamSynchronize"):
-        executor.step([Row(prompt, 0, 1, True)])
+    needed = CudaExecutor(cuda_artifact, 1, device).memory.total
+    device, driver = gpu(free=needed - 1)
+    with pytest.raises(DeviceError, match=r"needs 0.00\d GB on the GPU and 0.00\d GB are free: serve fewer"):
+        CudaExecutor(cuda_artifact, 1, device)
+    assert driver.allocations == 1 and driver.everything == {}, "one stream, given back"
+    device, driver = gpu(free=needed)
+    CudaExecutor(cuda_artifact, 1, device)
+
+
+def test_a_thousand_steps_allocate_nothing(cuda_artifact, gpu):
+    device, driver = gpu()
+    executor = CudaExecutor(cuda_artifact, 1, device)
+    executor.finish_warming()
+    before, things = driver.allocations, driver.everything
+    row = sequence(5, 6, 7)
+    executor.start(row)
+    for n in range(500):
+        executor.step([Row(row, 0, 3, True)])
+        executor.step([Row(row, n % 3, 1, True)])
+    assert len(driver.launched) == 1000
+    assert (driver.allocations, driver.everything) == (before, things)
+
+
+def test_a_first_request_needs_two_programs_and_the_others_follow(cuda_artifact, gpu):
+    device, driver = gpu()
+    executor = CudaExecutor(cuda_artifact, 1, device)
+    assert sorted(executor._loaded) == ["decode_1", "extend_128"]
+    executor.finish_warming()
+    assert sorted(executor._loaded) == ["decode_1", "extend_128", "extend_160"], "steps have one row at most"
+
+
+def test_threads_that_ask_for_one_program_get_the_same(cuda_artifact, gpu):
+    executor = CudaExecutor(cuda_artifact, 1, gpu()[0])
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(executor.program("extend", 150))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and len(set(map(id, found))) == 1
+
+
+def test_a_step_in_another_thread_finds_the_context(cuda_artifact, gpu):
+    executor = CudaExecutor(cuda_artifact, 1, gpu()[0])
+    row, tokens = sequence(5), []
+
+    def work():
+        executor.start(row)
+        tokens.append(int(executor.step([Row(row, 0, 1, True)]).token[0]))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert tokens == [0]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_closing_gives_everything_back(cuda_artifact, gpu, warm):
+    device, driver = gpu()
+    executor = CudaExecutor(cuda_artifact, 1, device)
+    if warm:
+        executor.warm()  # and does not wait for it
+    assert driver.everything["device"] == 7 and driver.everything["contexts"] == 1
+    executor.close()
+    assert driver.everything == {}
+    executor.close()
+    for use in (lambda: executor.step([Row(sequence(5), 0, 1, True)]), lambda: executor.start(sequence(5))):
+        with pytest.raises(RequestError, match="^the model was closed: load it again$"):
+            use()
+    with pytest.raises(DeviceError, match="^the model was closed: load it again$"):
+        executor.logits(1)
+
+
+def test_collecting_gives_everything_back(cuda_artifact, gpu):
+    device, driver = gpu()
+    executor = CudaExecutor(cuda_artifact, 1, device)
+    executor.finish_warming()
+    tokens = executor.outputs.token
+    del executor, device
+    gc.collect()
+    assert driver.everything["host"] == 1, "somebody looks at a result"
+    del tokens
+    gc.collect()
+    assert driver.everything == {}
+
+
+def test_a_failed_load_gives_everything_back(cuda_artifact, gpu):
+    device, driver = gpu()
+    driver.failing["cuGraphInstantiate"] = 2
+    with pytest.raises(DeviceError, match="OUT_OF_MEMORY in cuGraphInstantiate: other processes hold its memory"):
+        CudaExecutor(cuda_artifact, 1, device)
+    assert driver.everything == {}
+
+
+def test_a_model_on_a_gpu_is_closed_with_its_block(cuda_artifact, fake_driver):
+    driver = fake_driver()
+    with aotc.load(cuda_artifact.path, max_num_seqs=1, device="cuda") as llm:
+        assert llm.memory.total == sum(map(len, driver.blocks.values()))
+    assert driver.everything == {}
+    with pytest.raises(RequestError, match="^the model was closed: load it again$"):
+        llm.generate([5], max_tokens=1)

@@ -1,0 +1,189 @@
+"""Programs on an NVIDIA GPU: kernels from cubins, graphs built node by node from a plan, branches between them.
+
+A cubin is loaded as it lies in the artifact, and its kernels take pointers alone (see `aotc.codegen.cuda.launch`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from aotc.artifact.plan import Address, Call, If, Instruction, Plan
+from aotc.artifact.reader import Artifact
+from aotc.errors import ArtifactError, DeviceError
+from aotc.runtime.devices.cuda import CudaDevice
+
+_STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
+
+
+class CudaKernels:
+    """Kernels of one target of an artifact, each loaded when a program first names it. Thread-safe."""
+
+    def __init__(self, device: CudaDevice, artifact: Artifact) -> None:
+        self._device, self._artifact = device, artifact
+        self._functions: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def function(self, symbol: str, meta: Mapping[str, Any]) -> Any:
+        """The kernel's handle. Its cubin's hash is checked first."""
+        with self._lock:
+            if symbol not in self._functions:
+                self._functions[symbol] = self._load(symbol, meta)
+            return self._functions[symbol]
+
+    def _load(self, symbol: str, meta: Mapping[str, Any]) -> Any:
+        device = self._device
+        try:
+            module = device.call("cuModuleLoadData", self._artifact.read(meta["cubin"]))
+            device.hold("cuModuleUnload", module)
+            function = device.call("cuModuleGetFunction", module, symbol.encode())
+        except DeviceError as error:
+            raise DeviceError(f"kernel {symbol} does not load: {error}; is the driver too old?") from None
+        if meta["shared"] > _STATIC_SHARED:
+            kind = device.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            device.call("cuFuncSetAttribute", function, kind, meta["shared"])
+        return function
+
+
+@dataclass(frozen=True)
+class _Graph:
+    executable: Any
+    kernels: str  # for messages
+
+
+@dataclass(frozen=True)
+class _Branch:
+    condition: int
+    then: list[_Graph | _Branch]
+    orelse: list[_Graph | _Branch]
+
+
+class CudaProgram:
+    """A plan as graphs on bound memory. Running it launches one graph, and one more around each branch; with
+    AOTC_SYNC=1, a graph a kernel, each waited for."""
+
+    def __init__(
+        self, plan: Plan, device: CudaDevice, kernels: CudaKernels, bases: Mapping[str, int],
+        weight: Callable[[int], int],
+    ) -> None:  # fmt: skip
+        """`bases` has the address of each space but the weights', by its kind (arena, state, dims, counters) or by
+        its name (inputs, outputs); `weight` gives the address of what lies at an offset of weights.bin."""
+        self.plan, self._device, self._kernels, self._weight = plan, device, kernels, weight
+        bases = {**bases, "weights": 0}
+        self._bases = [bases[s.name if s.kind in ("input", "output") else s.kind] for s in plan.spaces]
+        self._condition = device.pinned(1) if any(isinstance(i, If) for i in plan.body) else None
+        self._steps = self._build(plan.body)
+
+    @property
+    def kernel_count(self) -> int:
+        """Kernels of a run, both bodies of branches included."""
+        return len(list(self.plan.calls()))
+
+    def kernel_times(self, repeat: int = 20) -> list[tuple[str, float]]:
+        """(kernel, milliseconds) of each call in order, each launched alone and `repeat` times. For profiles:
+        results are those of kernels that ran more than once."""
+        device = self._device
+        begin, end = (device.call("cuEventCreate", 0) for _ in range(2))
+        times = []
+        for call in self.plan.calls():
+            graph = self._instantiate([call] * repeat)
+            for _ in range(2):
+                device.call("cuEventRecord", begin, device.stream)
+                device.call("cuGraphLaunch", graph, device.stream)
+                device.call("cuEventRecord", end, device.stream)
+                device.synchronize()
+            times.append((self._symbol(call), device.call("cuEventElapsedTime", begin, end) / repeat))
+            device.call("cuGraphExecDestroy", graph)
+        for event in (begin, end):
+            device.call("cuEventDestroy", event)
+        return times
+
+    def launch(self) -> None:
+        """Starts the program in the device's stream. Inputs and dims must be there before, in stream order."""
+        self._run(self._steps)
+
+    def _run(self, steps: list[_Graph | _Branch]) -> None:
+        device = self._device
+        for step in steps:
+            if isinstance(step, _Graph):
+                device.call("cuGraphLaunch", step.executable, device.stream)
+                if device.synchronous:
+                    self._wait_for(step)
+                continue
+            assert self._condition is not None
+            device.download(self._condition, step.condition)
+            device.synchronize()
+            self._run(step.then if self._condition[0] else step.orelse)
+
+    def _wait_for(self, graph: _Graph) -> None:
+        try:
+            self._device.synchronize()
+        except DeviceError as error:
+            raise DeviceError(f"kernel {graph.kernels}: {error}") from None
+
+    def _build(self, body: tuple[Instruction, ...]) -> list[_Graph | _Branch]:
+        steps: list[_Graph | _Branch] = []
+        calls: list[Call] = []
+        for item in (*body, None):
+            if calls and (self._device.synchronous or not isinstance(item, Call)):
+                graph = self._device.hold("cuGraphExecDestroy", self._instantiate(calls))
+                steps.append(_Graph(graph, self._symbol(calls[-1])))
+                calls = []
+            if isinstance(item, Call):
+                calls.append(item)
+            elif item is not None:
+                steps.append(_Branch(self._argument(item.condition), self._build(item.then), self._build(item.orelse)))
+        return steps
+
+    def _symbol(self, call: Call) -> str:
+        return self.plan.kernels[call.kernel].symbol
+
+    def _instantiate(self, calls: list[Call]) -> Any:
+        """A chain of kernel nodes. Kernels that wait for the one before themselves get a programmatic edge."""
+        device = self._device
+        graph = device.call("cuGraphCreate", 0)
+        try:
+            before = None
+            for call in calls:
+                meta = self.plan.kernels[call.kernel].meta
+                node = device.call("cuGraphAddKernelNode", graph, None, 0, self._node(call))
+                if before is not None:
+                    device.call("cuGraphAddDependencies", graph, [before], [node], [self._edge(meta)], 1)
+                before = node
+            return device.call("cuGraphInstantiate", graph, 0)
+        finally:
+            device.call("cuGraphDestroy", graph)
+
+    def _edge(self, meta: Mapping[str, Any]) -> Any:
+        edge = self._device.driver.CUgraphEdgeData()
+        if meta.get("waits"):
+            edge.from_port = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+            edge.type = self._device.driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+        return edge
+
+    def _node(self, call: Call) -> Any:
+        kernel = self.plan.kernels[call.kernel]
+        meta = kernel.meta
+        params = self._device.driver.CUDA_KERNEL_NODE_PARAMS()
+        params.func = self._kernels.function(kernel.symbol, meta)
+        params.gridDimX, params.gridDimY, params.gridDimZ = meta["grid"]
+        params.blockDimX, params.blockDimY, params.blockDimZ = 32 * meta["num_warps"], 1, 1
+        params.sharedMemBytes = meta["shared"]
+        values = np.array([self._argument(a) for a in call.args], np.uint64)
+        # The driver copies the arguments while it adds the node: these arrays need not outlive that call.
+        self._values, self._places = values, values.ctypes.data + 8 * np.arange(len(values), dtype=np.uint64)
+        params.kernelParams = self._places.ctypes.data
+        return params
+
+    def _argument(self, argument: Any) -> int:
+        if isinstance(argument, Address):
+            if self.plan.spaces[argument.space].kind == "weights":
+                return self._weight(argument.offset)
+            return self._bases[argument.space] + argument.offset
+        if hasattr(argument, "value"):
+            return argument.value
+        raise ArtifactError(f"the plan of {self.plan.program} passes a dim by value to a kernel of a GPU")

@@ -1,0 +1,174 @@
+"""What can be wrong with a GPU, each said in one line; and steps that fail, of which nothing is used."""
+
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+from cuda_cases import sequence
+
+import aotc
+from aotc.cli import main
+from aotc.errors import ArtifactError, DeviceError, DeviceLostError
+from aotc.runtime.cuda_executor import CudaExecutor
+from aotc.runtime.engine import Engine
+from aotc.runtime.sampling import SamplingParams
+from aotc.runtime.sequence import Request, Row
+from aotc.runtime.server import engine_client
+from aotc.runtime.server.engine_client import EngineClient
+
+
+@pytest.mark.parametrize(
+    ("options", "init", "message"),
+    [
+        ({"gpus": 0}, 0, "the NVIDIA driver finds no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES"),
+        ({}, 100, "the GPU reports CUDA_ERROR_NO_DEVICE in cuInit: the NVIDIA driver finds no GPU: look at nvidia-smi and"),
+        ({}, 34, "CUDA_ERROR_STUB_LIBRARY in cuInit: libcuda.so.1 is a stub of the toolkit: install a driver"),
+        ({}, 803, "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH in cuInit: .*differ: restart the machine or install them again"),
+        ({"version": 12020}, 0, "is for CUDA 12.2, at least 12.3 is needed: install a newer driver"),
+    ],
+)
+def test_what_is_missing_is_said(gpu, fake_driver, options, init, message):
+    driver = fake_driver(**options)
+    if init:
+        driver.failing["cuInit"] = init
+    with pytest.raises(DeviceError, match=message) as caught:
+        aotc.runtime.devices.cuda.CudaDevice()
+    assert "\n" not in str(caught.value) and driver.everything == {}
+
+
+def test_without_a_driver_or_its_bindings(use_driver, fake_driver, monkeypatch):
+    driver = fake_driver()
+    monkeypatch.setattr(driver, "cuInit", missing, raising=False)
+    with pytest.raises(DeviceError, match=r"there is no NVIDIA driver here \(libcuda.so.1 does not load\)"):
+        aotc.runtime.devices.cuda.CudaDevice()
+    monkeypatch.setattr("importlib.import_module", lambda name: missing(name, error=ImportError))
+    with pytest.raises(DeviceError, match=r"needs cuda-bindings: pip install 'aotc\[cuda\]'"):
+        aotc.runtime.devices.cuda.CudaDevice()
+
+
+def missing(name, error=RuntimeError):
+    raise error(f'Function "{name}" not found')
+
+
+def test_a_function_that_the_driver_lacks(cuda_artifact, gpu, monkeypatch):
+    device, driver = gpu()
+    monkeypatch.setattr(driver, "cuGraphAddDependencies", lambda *_: missing("cuGraphAddDependencies_v2"), raising=False)
+    with pytest.raises(DeviceError, match=r"driver is too old \(Function \"cuGraphAddDependencies_v2\" not found\): install"):
+        CudaExecutor(cuda_artifact, 1, device)
+    assert driver.everything == {}
+
+
+def test_another_architecture_is_refused_with_what_is_inside(cuda_artifact, gpu):
+    device, driver = gpu(capability=(12, 0))
+    message = r"was compiled for sm80, sm90; this GPU is sm120 \(Fake GPU\): compile the model again with --arch sm120"
+    with pytest.raises(ArtifactError, match=message):
+        CudaExecutor(cuda_artifact, 1, device)
+    assert driver.everything == {}
+
+
+@pytest.mark.parametrize(
+    ("capability", "target", "said"),
+    [((8, 0), "sm80", 0), ((8, 6), "sm80", 1), ((8, 9), "sm80", 1), ((9, 0), "sm90", 0)],
+)
+def test_code_of_a_near_architecture_runs_and_is_said_to_be_untuned(cuda_artifact, gpu, caplog, capfd, capability, target, said):
+    with caplog.at_level(logging.DEBUG):
+        assert CudaExecutor(cuda_artifact, 1, gpu(capability=capability)[0]).target.name == target
+    assert len(caplog.records) == said
+    if said:
+        here = "sm{}{}".format(*capability)
+        assert caplog.records[0].levelname == "WARNING"
+        assert f"runs untuned on this Fake GPU ({here}) with the code of sm80: compile it with --arch {here}" in caplog.text
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.fixture
+def broken(cuda_artifact, gpu):
+    """broken(code) -> an engine with one request, whose GPU fails in its second step; its driver."""
+
+    def make(code):
+        device, driver = gpu()
+        executor = CudaExecutor(cuda_artifact, 1, device)
+        executor.finish_warming()
+        engine = Engine(executor, ())
+        engine.submit(Request("r", (5, 6, 7), SamplingParams(temperature=0, max_tokens=9), seed=0))
+        assert [o.token_id for o in engine.step()] == [0]
+        plan = cuda_artifact.plan("plans/sm90/decode_1.json")
+        kernel = plan.kernels[list(plan.calls())[2].kernel].symbol
+        driver.faults[kernel] = code
+        return engine, driver, kernel
+
+    return make
+
+
+@pytest.mark.parametrize(("code", "name"), [(700, "CUDA_ERROR_ILLEGAL_ADDRESS"), (719, "CUDA_ERROR_LAUNCH_FAILED")])
+def test_a_step_that_fails_gives_no_token_and_no_step_follows(broken, code, name):
+    engine, driver, _ = broken(code)
+    message = (
+        f"step 2 failed in program decode_1: the GPU reports {name} in cuMemcpyDtoHAsync; load the model in a new "
+        "process; with AOTC_SYNC=1 the kernel is named"
+    )
+    launched = len(driver.launched)
+    for _ in range(3):
+        with pytest.raises(DeviceLostError) as caught:
+            engine.step()
+        assert str(caught.value) == message
+    assert len(driver.launched) == launched + 1
+    engine._executor.close()
+    assert driver.contexts == 0
+
+
+def test_kernel_by_kernel_the_one_at_fault_is_named(broken, monkeypatch):
+    monkeypatch.setenv("AOTC_SYNC", "1")
+    engine, driver, kernel = broken(700)
+    launched = len(driver.launched)
+    message = f"step 2 failed in program decode_1: kernel {kernel}: the GPU reports CUDA_ERROR_ILLEGAL_ADDRESS in cuStream"
+    with pytest.raises(DeviceLostError, match=message):
+        engine.step()
+    assert len(driver.launched) == launched + 3, "the third kernel of the program"
+
+
+@pytest.mark.parametrize("function", ["cuMemcpyHtoDAsync", "cuStreamSynchronize"])
+def test_a_prompt_that_does_not_arrive(cuda_artifact, gpu, function):
+    device, driver = gpu()
+    executor = CudaExecutor(cuda_artifact, 1, device)
+    driver.failing[function] = 719
+    with pytest.raises(DeviceLostError, match=f"program start: the GPU reports CUDA_ERROR_LAUNCH_FAILED in {function};"):
+        executor.start(sequence(5))
+    del driver.failing[function]
+    with pytest.raises(DeviceLostError, match="program start"):
+        executor.step([Row(sequence(5), 0, 1, True)])
+
+
+def test_run_ends_with_a_code_of_its_own(cuda_artifact, fake_driver, capfd):
+    driver = fake_driver()
+    command = ["run", str(cuda_artifact.path), "--prompt", "abc", "--raw", "--max-tokens", "4", "--device", "cuda"]
+    assert main(command) == 0
+    assert capfd.readouterr().err == ""
+    driver.faults[driver.functions[-1]] = 700
+    assert main(command) == 70
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("aotc: error: step 1 failed in program extend_128: the GPU reports CUDA_ERROR_ILL")
+    assert err.count("\n") == 1
+
+
+def test_a_server_starts_another_engine_process(cuda_artifact, monkeypatch, caplog, capfd, tmp_path):
+    """The process ends with its documented code; a request that had no token yet is answered by the next one."""
+    monkeypatch.setattr(engine_client, "BACKOFF", (0.01,))
+    (tmp_path / "artifact").symlink_to(cuda_artifact.path)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+
+    async def ask():
+        command = [sys.executable, str(Path(__file__).with_name("broken_gpu.py"))]
+        client = EngineClient(str(tmp_path / "artifact"), 1, command, device="cuda")
+        running = asyncio.create_task(client.run())
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        tokens = [t.token_id async for t in client.generate([5, 6, 7], params, seed=0)]
+        running.cancel()
+        return tokens
+
+    with caplog.at_level(logging.ERROR, "aotc.server"):
+        assert asyncio.run(asyncio.wait_for(ask(), 60)) == [0, 0, 0]
+    assert "starting another in 0.0 s (exit code 70: the device failed in a step)" in caplog.text
+    assert "aotc: error: step 1 failed in program extend_128: the GPU reports CUDA_ERROR_ILLEGAL" in capfd.readouterr().err
