@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -23,6 +25,13 @@ _MAX_BANS = 2 * MAX_STOP_TOKEN_IDS  # stop ids, and the model's own ends
 _ADVICE = "serve fewer sequences with --max-num-seqs, or compile with a smaller --max-model-len"
 
 
+def _seconds(work: Callable[[], object]) -> float:
+    """Runs it; how long it took."""
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
 class CudaExecutor(DeviceExecutor):
     """All memory of a model on a GPU is taken here: weights, arena, a slot of state a sequence, results. The device
     is closed with it.
@@ -39,10 +48,9 @@ class CudaExecutor(DeviceExecutor):
             device.enter()
             self._allocate()
             with ThreadPoolExecutor(1) as pool:
-                weights = pool.submit(self._weights.upload)
-                self.program("decode", 1)
-                self.program("extend", 1)
-                weights.result()
+                weights = pool.submit(_seconds, self._weights.upload)
+                graphs = _seconds(lambda: (self.program("decode", 1), self.program("extend", 1)))
+                self.startup = {"context": device.opened_in, "graphs": graphs, "weights": weights.result()}
         except BaseException:
             device.close()
             raise

@@ -52,6 +52,7 @@ class DeviceExecutor(ABC):
         self._entries = sorted(target.programs, key=lambda p: (p.kind, p.bucket))
         self._loaded: dict[str, Any] = {}
         self._loading = threading.RLock()
+        self.startup: dict[str, float] = {}  # seconds of what was done side by side
 
     @property
     @abstractmethod

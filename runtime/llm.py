@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import secrets
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,9 +101,13 @@ class LLM:
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
         self._number = 0
+        begin = time.perf_counter()
         if opening is not None and artifact.has("tokenizer.json"):
             _ = self.tokenizer
+        tokenizer = time.perf_counter() - begin
         self._executor = open_executor(artifact, max_num_seqs, device, opening)
+        self.startup = {"tokenizer": tokenizer, **self._executor.startup}
+        """Seconds of what was done while the GPU was opened and the weights came up: parts overlap."""
         self.engine = Engine(self._executor, self.model.eos_token_ids)
 
     def __enter__(self) -> LLM:
@@ -202,7 +206,7 @@ class LLM:
         self._executor.require_open()
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
         self._number += 1
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little") >> 1
         request = Request(f"r{self._number}", tuple(ids), params, seed)
         stream = TextStream(params, Detokenizer(self.tokenizer, params.skip_special_tokens))
         self.engine.submit(request)

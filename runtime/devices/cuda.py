@@ -76,6 +76,7 @@ class CudaDevice:
         self.synchronous = knobs.sync()
         self.failure: str | None = None  # why nothing runs on it any more
         self.steps = 0
+        self.opened_in = 0.0  # seconds, where somebody measured them
         self._threads = threading.local()
         self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
         self._held: list[tuple[str, Any]] = []

@@ -4,6 +4,7 @@ of them Python's."""
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,10 +27,12 @@ class Opening(threading.Thread):
         self.start()
 
     def run(self) -> None:
+        begin = time.perf_counter()
         try:
             from aotc.runtime.devices.cuda import CudaDevice
 
             self._device = CudaDevice()
+            self._device.opened_in = time.perf_counter() - begin
         except BaseException as error:  # raised where the device is asked for
             self._error = error
 

@@ -1,13 +1,16 @@
 """The CUDA runtime over a driver that records: what is allocated, uploaded, built and launched, and what is refused."""
 
 import gc
+import json
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
 from cuda_cases import sequence
 
 import aotc
+from aotc.cli import main
 from aotc.errors import DeviceError, RequestError
 from aotc.runtime.cuda_executor import CudaExecutor
 from aotc.runtime.sequence import Row
@@ -162,3 +165,21 @@ def test_a_model_on_a_gpu_is_closed_with_its_block(cuda_artifact, fake_driver):
     assert driver.everything == {}
     with pytest.raises(RequestError, match="^the model was closed: load it again$"):
         llm.generate([5], max_tokens=1)
+
+
+def test_bench_startup_lists_the_parts_that_overlap(cuda_artifact, tmp_path, monkeypatch, capsys):
+    """In processes of their own, whose driver is the fake one."""
+    (tmp_path / "cuda" / "bindings").mkdir(parents=True)
+    for package in ("cuda", "cuda/bindings"):
+        (tmp_path / package / "__init__.py").touch()
+    script = "import sys\nfrom fake_cuda import FakeDriver\nsys.modules[__name__] = FakeDriver()\n"
+    (tmp_path / "cuda" / "bindings" / "driver.py").write_text(script)
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["bench", "startup", str(cuda_artifact.path), "--repeat", "1", "--device", "cuda"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    parts = ["process_ms", "imports_ms", "open_ms", "load_ms", "tokenizer_ms", "first_token_ms"]
+    assert list(result) == ["bench", "artifact", "runs", "start_ms", *parts, "beside"]
+    assert abs(sum(result[p] for p in parts) - result["start_ms"]) < 0.1
+    assert sorted(result["beside"]) == ["context_ms", "graphs_ms", "tokenizer_ms", "weights_ms"]
+    assert all(0 < value < result["start_ms"] for value in result["beside"].values())
