@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from aotc.artifact.manifest import ITEM_BYTES, Manifest, TargetEntry
-from aotc.artifact.plan import Plan, Tensor, evaluate
+from aotc.artifact.manifest import TargetEntry
 from aotc.artifact.reader import Artifact
 from aotc.errors import DeviceError
 from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
 from aotc.runtime.devices.cuda_weights import CudaWeights
-from aotc.runtime.memory import Memory, dims_bytes, weight_bytes
+from aotc.runtime.memory import dims_bytes, tensor_memory, tensor_places
 
-_ALIGNMENT = 256  # of each input and output in its block
 _SMALL = 64 << 10  # bytes of a block that goes up in one copy, gaps and all: a copy costs more than they do
 
 
@@ -35,9 +31,9 @@ class CudaTensorProgram:
     def _load(self, artifact: Artifact, target: TargetEntry) -> None:
         device, (entry,) = self.device, target.programs
         self.plan = plan = artifact.plan(entry.plan)
-        self._dims_order, inputs, outputs = target.dims, _block(plan, "input"), _block(plan, "output")
-        self._begins, up = _places(plan, inputs, dims_bytes(target))
-        self._ends, down = _places(plan, outputs, 0)
+        self._dims_order = target.dims
+        self._begins, up = tensor_places(plan, "input", dims_bytes(target))
+        self._ends, down = tensor_places(plan, "output", 0)
         self.memory = tensor_memory(artifact.manifest, target, plan)
         device.require(self.memory.total, artifact, "give dims a smaller upper bound with --dim")
         weights = CudaWeights(artifact, target, device)
@@ -90,28 +86,3 @@ class CudaTensorProgram:
     def close(self) -> None:
         self._host_inputs = self._host_outputs = np.zeros(0, np.uint8)
         self.device.close()
-
-
-def tensor_memory(manifest: Manifest, target: TargetEntry, plan: Plan) -> Memory:
-    """What a tensor model takes on a GPU. `step` are its dims and inputs."""
-    up = _places(plan, _block(plan, "input"), dims_bytes(target))[1]
-    down = _places(plan, _block(plan, "output"), 0)[1]
-    condition = any(True for _ in plan.conditions())  # its byte is read between graphs
-    return Memory(
-        weight_bytes(manifest, target), target.arena_bytes, 0, target.counter_bytes, up, down,
-        pinned=max(up, 1) + max(down, 1) + condition,
-    )  # fmt: skip
-
-
-def _block(plan: Plan, kind: str) -> list[Tensor]:
-    return [t for t in (plan.inputs if kind == "input" else plan.outputs) if plan.spaces[t.space].kind == kind]
-
-
-def _places(plan: Plan, tensors: list[Tensor], begin: int) -> tuple[dict[str, int], int]:
-    """(where each tensor begins, bytes of all) in a block whose first `begin` bytes are taken."""
-    bounds = {d.name: d.hi for d in plan.dims}
-    places, end = {}, begin
-    for tensor in tensors:
-        places[tensor.name] = begin = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = begin + math.prod(evaluate(s, bounds) for s in tensor.shape) * ITEM_BYTES[tensor.dtype]
-    return places, end

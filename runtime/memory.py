@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from aotc.artifact.manifest import Manifest, TargetEntry
+from aotc.artifact.manifest import ITEM_BYTES, Manifest, TargetEntry
+from aotc.artifact.plan import Plan, evaluate
 from aotc.runtime.step_inputs import ALIGNMENT, layout
 
 LOGPROBS = 21
+TENSOR_ALIGNMENT = 256  # of each input and output of a tensor model in its block
 CLOSED = "the model was closed: load it again"
 
 
@@ -51,3 +54,24 @@ def decoder_memory(manifest: Manifest, target: TargetEntry, slots: int, pinned: 
         weight_bytes(manifest, target), target.arena_bytes, manifest.state.slot_bytes * slots, target.counter_bytes,
         step, outputs, pinned,
     )  # fmt: skip
+
+
+def tensor_memory(manifest: Manifest, target: TargetEntry, plan: Plan) -> Memory:
+    """What a tensor model takes on a GPU. `step` are its dims and inputs."""
+    up, down = tensor_places(plan, "input", dims_bytes(target))[1], tensor_places(plan, "output", 0)[1]
+    condition = any(True for _ in plan.conditions())  # its byte is read between graphs
+    return Memory(
+        weight_bytes(manifest, target), target.arena_bytes, 0, target.counter_bytes, up, down,
+        pinned=max(up, 1) + max(down, 1) + condition,
+    )  # fmt: skip
+
+
+def tensor_places(plan: Plan, kind: str, begin: int) -> tuple[dict[str, int], int]:
+    """(where each input or output begins, bytes of all) in a block whose first `begin` bytes are taken."""
+    bounds = {d.name: d.hi for d in plan.dims}
+    places, end = {}, begin
+    for tensor in plan.inputs if kind == "input" else plan.outputs:
+        if plan.spaces[tensor.space].kind == kind:
+            places[tensor.name] = begin = -(-end // TENSOR_ALIGNMENT) * TENSOR_ALIGNMENT
+            end = begin + math.prod(evaluate(s, bounds) for s in tensor.shape) * ITEM_BYTES[tensor.dtype]
+    return places, end

@@ -24,18 +24,38 @@ def describe(artifact) -> dict[str, Any]:
     """Facts of an artifact. Bytes and operations of a program are those of its bucket full."""
     import msgspec
 
+    from aotc.runtime.memory import weight_bytes
+
     m = artifact.manifest
     targets = []
     for target in m.targets:
         programs = [_program(artifact, target, p) for p in target.programs]
         targets.append({
             "name": target.name, "device": target.device, "arena_bytes": target.arena_bytes,
-            "scratch_bytes_per_thread": target.scratch_bytes, "programs": programs,
+            "scratch_bytes_per_thread": target.scratch_bytes, "weights_bytes": weight_bytes(m, target),
+            "memory": _memory(artifact, target), "programs": programs,
         })  # fmt: skip
     return {
         "model": msgspec.to_builtins(m.model), "format_version": m.format_version, "weights_bytes": m.weights_bytes,
         "weights": len(m.weights), "state_bytes_per_sequence": m.state.slot_bytes if m.state else 0, "targets": targets,
     }  # fmt: skip
+
+
+def _memory(artifact, target) -> dict[str, int] | None:
+    """Bytes that a target takes on a GPU, by purpose, before any sequence; None for a CPU, where threads count too."""
+    from dataclasses import asdict
+
+    from aotc.runtime.memory import decoder_memory, tensor_memory
+
+    if target.device != "cuda":
+        return None
+    if artifact.manifest.state is not None:
+        memory = decoder_memory(artifact.manifest, target, 0)
+    else:
+        memory = tensor_memory(artifact.manifest, target, artifact.plan(target.programs[0].plan))
+    names = {"scratch": "counters", "outputs": "results"}
+    parts = {names.get(k, k): v for k, v in asdict(memory).items() if k not in ("state", "pinned")}
+    return {**parts, "total": memory.total}
 
 
 def _program(artifact, target, entry) -> dict[str, Any]:
@@ -69,8 +89,15 @@ def _table(facts: dict[str, Any]) -> str:
             f"cache    {facts['state_bytes_per_sequence'] / mib:.2f} MiB a sequence of {model['max_model_len']} tokens"
         )
     for target in facts["targets"]:
-        lines.append(f"\n{target['name']}  arena {target['arena_bytes'] / mib:.2f} MiB, "
-                     f"scratch {target['scratch_bytes_per_thread'] / mib:.2f} MiB a thread")  # fmt: skip
+        memory = target["memory"]
+        if memory is None:
+            lines.append(f"\n{target['name']}  weights {target['weights_bytes'] / mib:.1f} MiB, arena "
+                         f"{target['arena_bytes'] / mib:.2f} MiB, scratch "
+                         f"{target['scratch_bytes_per_thread'] / mib:.2f} MiB a thread")  # fmt: skip
+        else:
+            parts = ", ".join(f"{name} {size / mib:.2f}" for name, size in memory.items())
+            each = " and the cache of each sequence" if facts["state_bytes_per_sequence"] else ""
+            lines.append(f"\n{target['name']}  MiB on the GPU: {parts}{each}")
         lines.append(f"  {'program':<14}{'calls':>6}{'kernels':>9}{'barriers':>10}{'arena MiB':>11}{'bound':>8}"
                      f"{'GFLOP':>9}{'MiB moved':>11}{'weights':>9}")  # fmt: skip
         for p in target["programs"]:

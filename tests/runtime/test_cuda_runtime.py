@@ -11,6 +11,7 @@ from cuda_cases import sequence
 
 import aotc
 from aotc.cli import main
+from aotc.cli.inspect_command import describe
 from aotc.errors import DeviceError, RequestError
 from aotc.runtime.cuda_executor import CudaExecutor
 from aotc.runtime.sequence import Row
@@ -54,10 +55,15 @@ def test_biases_lie_in_memory_that_the_gpu_reads(cuda_artifact, gpu):
     assert any(at <= place < at + len(block) for at, block in driver.host.items())
 
 
-def test_memory_is_exact_to_the_byte(cuda_artifact, gpu):
+@pytest.mark.parametrize("slots", [1, 2])
+def test_memory_is_exact_to_the_byte_and_what_inspect_says(cuda_artifact, gpu, slots):
     device, driver = gpu()
-    executor = CudaExecutor(cuda_artifact, 1, device)
+    executor = CudaExecutor(cuda_artifact, slots, device)
     assert executor.memory.total == sum(map(len, driver.blocks.values()))
+    facts = describe(cuda_artifact)
+    (said,) = (t["memory"] for t in facts["targets"] if t["name"] == "sm90")
+    assert said["total"] + slots * facts["state_bytes_per_sequence"] == executor.memory.total
+    assert said["total"] == sum(said.values()) - said["total"]
     assert executor.memory.pinned == sum(map(len, driver.host.values()))
     assert executor.memory.weights == cuda_artifact.manifest.weights_bytes, "all targets need the same weights"
 

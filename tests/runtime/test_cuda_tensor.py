@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 import aotc
 from aotc.artifact.reader import open_artifact
 from aotc.cli import main
+from aotc.cli.inspect_command import describe
 from aotc.errors import DeviceError, DeviceLostError, RequestError
 
 
@@ -94,6 +95,8 @@ def test_large_inputs_go_up_one_by_one_and_as_far_as_they_are_used(artifact, dri
 def test_memory_is_exact_and_calls_take_none(artifact, driver):
     model = aotc.load(artifact.path, device="cuda")
     assert model.memory.total == sum(map(len, driver.blocks.values()))
+    (said,) = (t["memory"] for t in describe(artifact)["targets"] if t["name"] == "sm90")
+    assert said["total"] == model.memory.total
     assert model.memory.pinned == sum(map(len, driver.host.values()))
     before, things = driver.allocations, driver.everything
     for batch in (1, 2, 8):
