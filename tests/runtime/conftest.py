@@ -4,6 +4,7 @@ over a fake driver, and an artifact for them."""
 import contextlib
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 import tokenizers
@@ -82,3 +83,20 @@ def gpu(fake_driver):
         return CudaDevice(), driver
 
     return make
+
+
+@pytest.fixture
+def install_driver(tmp_path, monkeypatch):
+    """install_driver(expression): processes that are started find that object as the driver's bindings."""
+
+    def install(expression):
+        folder = tmp_path / "bindings" / "cuda" / "bindings"
+        folder.mkdir(parents=True)
+        for package in (folder, folder.parent):
+            (package / "__init__.py").touch()
+        lines = ("import sys", "import broken_cuda, fake_cuda", f"sys.modules[__name__] = {expression}")
+        (folder / "driver.py").write_text("\n".join(lines))
+        monkeypatch.syspath_prepend(Path(__file__).parent)
+        monkeypatch.syspath_prepend(tmp_path / "bindings")
+
+    return install

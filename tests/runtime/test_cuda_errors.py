@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-import sys
-from pathlib import Path
+import re
 
 import pytest
 from cuda_cases import sequence
@@ -16,7 +15,7 @@ from aotc.runtime.engine import Engine
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import Request, Row
 from aotc.runtime.server import engine_client
-from aotc.runtime.server.engine_client import EngineClient
+from aotc.runtime.server.engine_client import EngineClient, EngineGone
 
 
 @pytest.mark.parametrize(
@@ -153,22 +152,35 @@ def test_run_ends_with_a_code_of_its_own(cuda_artifact, fake_driver, capfd):
     assert err.count("\n") == 1
 
 
-def test_a_server_starts_another_engine_process(cuda_artifact, monkeypatch, caplog, capfd, tmp_path):
-    """The process ends with its documented code; a request that had no token yet is answered by the next one."""
-    monkeypatch.setattr(engine_client, "BACKOFF", (0.01,))
-    (tmp_path / "artifact").symlink_to(cuda_artifact.path)
-    monkeypatch.syspath_prepend(Path(__file__).parent)
+def ask(artifact):
+    """The client of an engine process on a GPU, and the tokens of one request or the error that it got."""
 
-    async def ask():
-        command = [sys.executable, str(Path(__file__).with_name("broken_gpu.py"))]
-        client = EngineClient(str(tmp_path / "artifact"), 1, command, device="cuda")
+    async def ask_one():
+        client = EngineClient(str(artifact.path), 1, device="cuda")
         running = asyncio.create_task(client.run())
         params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-        tokens = [t.token_id async for t in client.generate([5, 6, 7], params, seed=0)]
-        running.cancel()
-        return tokens
+        try:
+            return client, [t.token_id async for t in client.generate([5, 6, 7], params, seed=0)]
+        except EngineGone as error:
+            return client, str(error)
+        finally:
+            running.cancel()
 
+    return asyncio.run(asyncio.wait_for(ask_one(), 60))
+
+
+def test_a_server_starts_another_engine_process(cuda_artifact, install_driver, monkeypatch, caplog, capfd, tmp_path):
+    """The process ends with its documented code; a request that had no token yet is answered by the next one."""
+    install_driver(f"broken_cuda.BrokenDriver({str(tmp_path / 'flag')!r})")
+    monkeypatch.setattr(engine_client, "BACKOFF", (0.01,))
     with caplog.at_level(logging.ERROR, "aotc.server"):
-        assert asyncio.run(asyncio.wait_for(ask(), 60)) == [0, 0, 0]
+        assert ask(cuda_artifact)[1] == [0, 0, 0]
     assert "starting another in 0.0 s (exit code 70: the device failed in a step)" in caplog.text
     assert "aotc: error: step 1 failed in program extend_128: the GPU reports CUDA_ERROR_ILLEGAL" in capfd.readouterr().err
+
+
+def test_a_server_says_how_much_memory_is_missing(cuda_artifact, install_driver):
+    install_driver("fake_cuda.FakeDriver(free=1000)")
+    client, error = ask(cuda_artifact)
+    assert re.match("the engine cannot start: .* needs 0.000 GB on the GPU and 0.000 GB are free: serve fewer", error)
+    assert client.failed in error

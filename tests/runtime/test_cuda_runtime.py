@@ -3,7 +3,6 @@
 import gc
 import json
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -173,15 +172,8 @@ def test_a_model_on_a_gpu_is_closed_with_its_block(cuda_artifact, fake_driver):
         llm.generate([5], max_tokens=1)
 
 
-def test_bench_startup_lists_the_parts_that_overlap(cuda_artifact, tmp_path, monkeypatch, capsys):
-    """In processes of their own, whose driver is the fake one."""
-    (tmp_path / "cuda" / "bindings").mkdir(parents=True)
-    for package in ("cuda", "cuda/bindings"):
-        (tmp_path / package / "__init__.py").touch()
-    script = "import sys\nfrom fake_cuda import FakeDriver\nsys.modules[__name__] = FakeDriver()\n"
-    (tmp_path / "cuda" / "bindings" / "driver.py").write_text(script)
-    monkeypatch.syspath_prepend(Path(__file__).parent)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_bench_startup_lists_the_parts_that_overlap(cuda_artifact, install_driver, capsys):
+    install_driver("fake_cuda.FakeDriver()")
     assert main(["bench", "startup", str(cuda_artifact.path), "--repeat", "1", "--device", "cuda"]) == 0
     result = json.loads(capsys.readouterr().out)
     parts = ["process_ms", "imports_ms", "open_ms", "load_ms", "tokenizer_ms", "first_token_ms"]
