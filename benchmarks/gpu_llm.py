@@ -87,7 +87,7 @@ def measure(name: str, limit: float, options: argparse.Namespace) -> None:
         compiled = time.perf_counter() - begin
         begin = time.perf_counter()
         executor = CudaExecutor(open_artifact(folder), max(batches), device)
-        executor.warm()
+        executor.finish_warming()
         loaded = time.perf_counter() - begin
         emit(options, {"model": name, "arch": arch, "compile_s": round(compiled, 1), "load_s": round(loaded, 3),
                        "memory_gb": round(executor.memory.total / 1e9, 3)})  # fmt: skip

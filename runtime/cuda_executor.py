@@ -92,14 +92,14 @@ class CudaExecutor(DeviceExecutor):
     def warm(self) -> None:
         """Builds what later requests need in a thread; what is needed before that is built by whoever needs it."""
         if self._background is None:
-            self._background = threading.Thread(target=self._build_rest, name="aotc-graphs", daemon=True)
+            self._background = threading.Thread(target=self._build_rest, name="aotc-graphs")
             self._background.start()
 
     def _build_rest(self) -> None:
         try:
             self.device.enter()
             for entry in self._reachable():
-                if self.closed:
+                if self.closed or not threading.main_thread().is_alive():  # the process ends, and waits for this
                     return
                 self._load_once(entry)
         except AotcError:  # raised again to whoever needs that program

@@ -131,6 +131,7 @@ class CudaProgram:
         for item in (*body, None):
             if calls and (self._device.synchronous or not isinstance(item, Call)):
                 graph = self._device.hold("cuGraphExecDestroy", self._instantiate(calls))
+                self._device.call("cuGraphUpload", graph, self._device.stream)  # else the first launch takes memory
                 steps.append(_Graph(graph, self._symbol(calls[-1])))
                 calls = []
             if isinstance(item, Call):

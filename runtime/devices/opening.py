@@ -21,7 +21,7 @@ class Opening(threading.Thread):
     """Opens the GPU in a thread of its own."""
 
     def __init__(self) -> None:
-        super().__init__(name="aotc-opening", daemon=True)
+        super().__init__(name="aotc-opening")  # no daemon: a process must not end within a call of the driver
         self._device: CudaDevice | None = None
         self._error: BaseException | None = None
         self.start()

@@ -65,6 +65,7 @@ class FakeDriver:
         self.graphs: dict[int, list[SimpleNamespace]] = {}  # by graph or executable
         self.edges: list[tuple[int, int]] = []  # (from_port, type)
         self.launched: list[int] = []
+        self.uploaded: set[int] = set()
         self.trace: list[tuple[Any, ...]] = []
         self.functions: list[str] = []
         self.shared: list[int] = []
@@ -250,6 +251,10 @@ class FakeDriver:
         executable = self._make("executable")
         self.graphs[executable] = self.graphs[graph]
         return executable
+
+    def do_cuGraphUpload(self, executable: int, stream: int) -> None:  # noqa: N802
+        assert self.things[executable] == "executable" and self.things[stream] == "stream"
+        self.uploaded.add(executable)
 
     def do_cuGraphExecDestroy(self, executable: int) -> None:  # noqa: N802
         self._drop("executable", executable)
