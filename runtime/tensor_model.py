@@ -146,7 +146,7 @@ class TensorModel:
             name = _lone_dim(size)
             if name is not None and dims.setdefault(name, got) != got:
                 raise RequestError(f"input {tensor.name} has {name} = {got}, another input has {dims[name]}")
-        return np.ascontiguousarray(array)
+        return np.asarray(array, order="C")  # ascontiguousarray would make a vector of a scalar
 
 
 def _lone_dim(size: SizeExpr) -> str | None:

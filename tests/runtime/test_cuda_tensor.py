@@ -13,7 +13,7 @@ import aotc
 from aotc.artifact.reader import open_artifact
 from aotc.cli import main
 from aotc.cli.inspect_command import describe
-from aotc.errors import DeviceError, DeviceLostError, RequestError
+from aotc.errors import ArtifactError, DeviceError, DeviceLostError, RequestError
 
 
 def branching(path):
@@ -145,3 +145,58 @@ def test_a_failing_call_is_an_error_and_so_are_all_after_it(artifact, driver):
     del model
     gc.collect()
     assert driver.contexts == 0
+
+
+def test_without_a_gpu_auto_is_the_cpu(artifact, fake_driver):
+    driver = fake_driver(gpus=0)
+    model = aotc.load(artifact.path)
+    assert type(model._program).__name__ == "CpuTensorProgram" and driver.calls["cuDeviceGetCount"] == 1
+    with pytest.raises(DeviceError, match="finds no GPU"):
+        aotc.load(artifact.path, device="cuda")
+    with pytest.raises(RequestError, match="device must be one of auto, cpu, cuda, got 'tpu'"):
+        aotc.load(artifact.path, device="tpu")
+
+
+def test_a_refused_artifact_leaves_no_gpu_open(fake_driver, tmp_path):
+    driver = fake_driver()
+    with pytest.raises(ArtifactError, match="is no folder"):
+        aotc.load(tmp_path / "none", device="cuda")
+    for thread in threading.enumerate():
+        if thread.name == "aotc-opening":
+            thread.join()
+    del thread
+    gc.collect()
+    assert driver.calls["cuDevicePrimaryCtxRetain"] == 1 and driver.everything == {}
+
+
+def test_scalars_strided_inputs_outputs_that_are_inputs_and_small_types(tmp_path, use_driver):
+    """y = x + s, its sum, x itself, x as i8 and f16, m & m."""
+    nodes = [
+        helper.make_node("Add", ["x", "s"], ["y"]),
+        helper.make_node("ReduceSum", ["y"], ["total"], keepdims=0),
+        helper.make_node("Identity", ["x"], ["same"]),
+        helper.make_node("Cast", ["x"], ["i8"], to=TensorProto.INT8),
+        helper.make_node("Cast", ["x"], ["f16"], to=TensorProto.FLOAT16),
+        helper.make_node("Not", ["m"], ["not"]),
+    ]
+    inputs = [info("x", [3, 2]), info("s", []), info("m", [3], TensorProto.BOOL)]
+    outputs = [
+        info("y", [3, 2]), info("total", []), info("same", [3, 2]), info("i8", [3, 2], TensorProto.INT8),
+        info("f16", [3, 2], TensorProto.FLOAT16), info("not", [3], TensorProto.BOOL),
+    ]  # fmt: skip
+    graph = helper.make_graph(nodes, "g", inputs, outputs)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), tmp_path / "m.onnx")
+    assert main(["compile", str(tmp_path / "m.onnx"), "--arch", "cpu,sm90", "-o", str(tmp_path / "a"), "--quiet"]) == 0
+    x = np.arange(6, dtype=np.float32).reshape(2, 3).T
+    given = {"x": x, "s": np.float32(2), "m": np.array([True, False, True])}
+    expected = {
+        "y": x + 2, "total": np.float32(27), "same": x, "i8": x.astype(np.int8), "f16": x.astype(np.float16),
+        "not": ~given["m"],
+    }  # fmt: skip
+    use_driver(InterpretedDriver(open_artifact(tmp_path / "a")))
+    for device in ("cpu", "cuda"):
+        with aotc.load(tmp_path / "a", device=device) as model:
+            got = model(**given)
+        for name, array in expected.items():
+            assert (got[name].dtype, got[name].shape) == (array.dtype, array.shape), (device, name)
+            np.testing.assert_array_equal(got[name], array, err_msg=f"{device} {name}")
