@@ -3,14 +3,16 @@ of them Python's."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aotc.errors import DeviceError, RequestError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from aotc.artifact.reader import Artifact
     from aotc.runtime.devices.cuda import CudaDevice
 
@@ -48,9 +50,15 @@ class Opening(threading.Thread):
 
 def begin_opening(path: str | Path, device: str) -> Opening | None:
     """Begins to open the GPU where an artifact that is yet to be read will ask for it."""
-    if device == "cuda" or device == "auto" and next((Path(path) / "plans").glob("sm*"), None):
-        return Opening()
-    return None
+    return Opening() if device == "cuda" or device == "auto" and _has_gpu_code(path) else None
+
+
+def _has_gpu_code(path: str | Path) -> bool:
+    """A first look, which the manifest confirms or not."""
+    try:
+        return any(name.startswith("sm") for name in os.listdir(os.path.join(path, "plans")))
+    except (OSError, ValueError):  # no artifact: the reader says so
+        return False
 
 
 def choose_device(artifact: Artifact, device: str, opening: Opening | None = None) -> CudaDevice | None:
