@@ -5,6 +5,7 @@ Exit codes: 0; 2 for an error that is said in a line; 70 when the GPU failed whi
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 
@@ -37,13 +38,15 @@ def run(options: argparse.Namespace) -> int:
     artifact = open_artifact(options.artifact)
     if artifact.manifest.model.kind != "llm":
         raise RequestError(f"{options.artifact} is no language model: call it from Python with aotc.load(...)(...)")
+    chat = not options.raw and artifact.has("chat_template.jinja")
+    if chat and opening is not None:
+        importlib.import_module("aotc.runtime.template_sandbox")  # needed later; the GPU is still being opened
     llm = LLM(artifact, max_num_seqs=1, device=options.device, opening=opening)
     settings = {
         "max_tokens": options.max_tokens, "temperature": options.temperature, "top_p": options.top_p,
         "top_k": options.top_k, "seed": options.seed,
     }  # fmt: skip
     text = _standard_input() if options.prompt == "-" else options.prompt
-    chat = not options.raw and artifact.has("chat_template.jinja")
     prompt = llm.chat_tokens([{"role": "user", "content": text}]) if chat else llm.tokenizer.encode(text)
     if not prompt:
         raise RequestError("the prompt has no tokens: give some text")
