@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from aotc.passes.canonicalize import canonicalize
 from aotc.passes.fuse import fuse
+from aotc.passes.layout_kv import KVLayout, layout_kv
 from aotc.passes.lower import lower
 from aotc.passes.merge_dots import merge_dots
 from aotc.passes.pack_weights import pack_weights
@@ -25,6 +26,6 @@ PACKINGS = {
 """Layouts of matmul weights by device and element type."""
 
 __all__ = [
-    "MODEL_PASSES", "PACKINGS", "PROGRAM_PASSES", "canonicalize", "cone", "fuse", "lower",
+    "MODEL_PASSES", "PACKINGS", "PROGRAM_PASSES", "KVLayout", "canonicalize", "cone", "fuse", "layout_kv", "lower",
     "merge_dots", "pack_weights", "place_barriers", "plan_memory", "raise_composites", "split_weights",
 ]  # fmt: skip

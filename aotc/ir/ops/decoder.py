@@ -3,7 +3,8 @@
 A batch has `rows` sequences; row r owns the flat tokens query_start[r] .. query_start[r + 1]. `seq_lens[r]` counts
 its tokens in the cache after this step, so token i of a row with n new tokens has position seq_lens - n + i.
 The cache is a linear value. Static layout: kv [slots, 2, kv_heads, context, d], kv_index [rows] names slots.
-Paged layout: kv [pages, 2, kv_heads, page_size, d], kv_index [rows, max_pages] is the block table.
+Paged layout: kv [pages, 2, kv_heads, page_size, d], and in place of kv_index a block table [rows, max_pages]: position
+p of a row lies in page table[row, p // page_size]. A static cache is a paged one with one page a sequence.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ class AttentionAttrs(KVAttrs):
     window: int | None = None
 
 
+def require_index(index: TensorType, layout: str) -> None:
+    """Raises TypeError where a cache's index has not the rank of its layout: slots, or a block table."""
+    require(index.rank == {"static": 1, "paged": 2}[layout], f"{index} is no index of a {layout} cache")
+
+
 def _cache_view(kv: np.ndarray, index: np.ndarray, length: int, layout: str) -> tuple[np.ndarray, np.ndarray]:
     """K and V of one sequence as [kv_heads, length, d]."""
     if layout == "static":
@@ -46,8 +52,9 @@ def _cache_view(kv: np.ndarray, index: np.ndarray, length: int, layout: str) -> 
     return both[0, :, :length], both[1, :, :length]
 
 
-def _kv_append_type(types: tuple[TensorType, ...], _: Any) -> tuple[TensorType, ...]:
+def _kv_append_type(types: tuple[TensorType, ...], at: KVAttrs) -> tuple[TensorType, ...]:
     kv, k, v, positions, rows, index = types
+    require_index(index, at.layout)
     require(kv.rank == 5 and k == v and k.rank == 3, f"kv_append: {types}")
     require((k.shape[1], k.shape[2]) == (kv.shape[2], kv.shape[4]), f"kv_append: {k} does not fit {kv}")
     require(k.dtype == kv.dtype and positions.shape == rows.shape == k.shape[:1], f"kv_append: {types}")
@@ -66,9 +73,10 @@ def _kv_append(arrays: Any, at: KVAttrs, _: Any) -> np.ndarray:
     return kv
 
 
-def _attention_type(types: tuple[TensorType, ...], _: Any) -> tuple[TensorType, ...]:
+def _attention_type(types: tuple[TensorType, ...], at: AttentionAttrs) -> tuple[TensorType, ...]:
     q, kv, *_rest = types
     require(q.rank == 3 and kv.rank == 5 and q.dtype == kv.dtype and len(types) == 5, f"attention: {types}")
+    require_index(types[4], at.layout)
     require(q.shape[2] == kv.shape[4] and q.shape[1] % kv.shape[2] == 0, f"attention: {q} does not fit {kv}")  # type: ignore[operator]
     return (q,)
 
@@ -97,8 +105,8 @@ def _attention(arrays: Any, at: AttentionAttrs, _: Any) -> np.ndarray:
 
 def _attention_cost(ins: tuple[TensorType, ...], _: Any, __: Any) -> Size:
     """An upper estimate: every query against half of the longest context."""
-    q, kv = ins[:2]
-    return q.size * kv.shape[3] * 2
+    q, kv, index = ins[0], ins[1], ins[4]
+    return q.size * kv.shape[3] * 2 * (index.shape[1] if index.rank == 2 else 1)
 
 
 def _sample_types(types: tuple[TensorType, ...], _: Any) -> tuple[TensorType, ...]:
