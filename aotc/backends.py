@@ -12,7 +12,7 @@ import msgspec
 from aotc.artifact.manifest import PAGE, ProgramEntry, TargetEntry, Weight
 from aotc.artifact.plan import Address, Plan, encode_plan
 from aotc.artifact.writer import ArtifactWriter
-from aotc.ir.program import Program
+from aotc.ir.program import Program, Strides, area_of
 from aotc.ir.sizes import upper_bound
 from aotc.ir.templates import Templates
 from aotc.passes.fuse import PACKED
@@ -29,7 +29,7 @@ class Work:
     """The programs of one device, and where things go."""
 
     programs: list[Program]
-    slot_bytes: int
+    strides: Strides
     placement: Placement
     writer: ArtifactWriter
     progress: Progress
@@ -62,7 +62,7 @@ class CpuBackend:
 
         total = len({k for p in work.programs for k in p.kernels}) + 1
         step = _counted(work.progress, f"kernels {target.name}", total)
-        library = build(work.programs, target.name, work.slot_bytes, step)
+        library = build(work.programs, target.name, work.strides, step)
         path = f"kernels/{target.name}/kernels.so"
         work.writer.add_file(path, library.data)
         for name, source in library.sources.items():
@@ -88,7 +88,7 @@ class CudaBackend:
         from aotc.codegen.cuda.launch import dim_order, launches, render_program
 
         dims = dim_order(work.programs)
-        rendered = [render_program(p, target.name, dims, work.slot_bytes) for p in work.programs]
+        rendered = [render_program(p, target.name, dims, work.strides) for p in work.programs]
         sources = {s.symbol: s for program in rendered for s in program.values()}
         step = _counted(work.progress, f"kernels {target.name}", len(sources))
         cubins = compile_sources(sources.values(), target.name, step)
@@ -122,12 +122,12 @@ def _counted(progress: Progress, stage: str, total: int) -> Callable[[str], None
 
 def _entry(target: Target, plans: list[Plan], library: str, scratch_bytes: int, work: Work) -> TargetEntry:
     entries = []
-    for plan in plans:
+    for plan, program in zip(plans, work.programs, strict=True):
         name = f"plans/{target.name}/{plan.program}.json"
         work.writer.add_file(name, encode_plan(plan))
-        kind, _, bucket = plan.program.partition("_")
-        llm = kind in ("decode", "extend") and bucket.isdigit()
-        entries.append(ProgramEntry(plan.program, kind if llm else "call", int(bucket) if llm else 0, name))
+        layout = next((area_of(b.type) for b in program.buffers.values() if b.space == "kv"), "")
+        kind, bucket = plan.program.split("_")[-2:] if layout else ("call", "0")
+        entries.append(ProgramEntry(plan.program, kind, int(bucket), name, layout))
     arena = max(p.arena_bytes for p in plans)
     used = weight_ranges(plans, work.writer.weights)
     return TargetEntry(target.name, target.device, library, arena, scratch_bytes, tuple(entries), weights=used)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from aotc.artifact.manifest import FORMAT_VERSION, Manifest, State, StateField
+from aotc.artifact.manifest import FORMAT_VERSION, KVCache, Manifest, State, StateField
 from aotc.artifact.manifest import Model as ModelEntry
 from aotc.artifact.writer import ArtifactWriter
 from aotc.backends import BACKENDS, Progress, Work
@@ -14,15 +14,17 @@ from aotc.frontend.model import Model, read_logical
 from aotc.ir.graph import Graph
 from aotc.ir.interpret import interpret
 from aotc.ir.packing import PACKINGS as LAYOUTS
-from aotc.ir.program import Program
+from aotc.ir.program import Program, area_of
 from aotc.ir.templates import Templates
 from aotc.passes import (
     MODEL_PASSES,
     PACKINGS,
     PROGRAM_PASSES,
+    KVLayout,
     canonicalize,
     cone,
     fuse,
+    layout_kv,
     lower,
     pack_weights,
     split_weights,
@@ -36,18 +38,21 @@ from aotc.target import Target
 
 @dataclass(frozen=True)
 class Options:
-    """What the user chose. Buckets bound the rows of decode programs and the tokens of extend programs."""
+    """What the user chose. Buckets bound the rows of decode programs and the tokens of extend programs; there are
+    programs for each of the layouts of the KV cache."""
 
     decode_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     extend_buckets: tuple[int, ...] = (128, 512, 2048)
+    kv_layouts: tuple[KVLayout, ...] = (KVLayout("static"), KVLayout("paged"))
 
 
-def buckets(max_rows: int, max_tokens: int) -> Options:
+def buckets(max_rows: int, max_tokens: int, kv_layouts: tuple[KVLayout, ...] = Options.kv_layouts) -> Options:
     """Options with the usual buckets up to these bounds, the bounds included."""
     rows, tokens = Options().decode_buckets, Options().extend_buckets
     return Options(
-        (*(b for b in rows if b < max_rows), max_rows), (*(b for b in tokens if b < max_tokens), max(max_tokens, 1))
-    )
+        (*(b for b in rows if b < max_rows), max_rows), (*(b for b in tokens if b < max_tokens), max(max_tokens, 1)),
+        kv_layouts,
+    )  # fmt: skip
 
 
 def compile_model(
@@ -57,8 +62,9 @@ def compile_model(
     progress("optimise", 0, 1)
     graph = run_passes(model.graph, MODEL_PASSES, "model")
     progress("optimise", 1, 1)
-    state = state_of(graph)
-    states = {f.name: f.offset for f in state.fields} if state else {}
+    state, caches = state_of(graph), caches_of(graph, options.kv_layouts) if model.kind == "llm" else ()
+    areas = {"state": state, **{c.layout: c for c in caches}}
+    states = {area: {f.name: f.offset for f in at.fields} for area, at in areas.items() if at is not None}
     weights: dict[str, int] = {}
     entries = []
     for device in dict.fromkeys(t.device for t in targets):
@@ -70,7 +76,7 @@ def compile_model(
                 make_program(g, backend.templates)
                 for g in progress_over(list(_specialised(main, model, options)), f"programs {device}", progress)
             ],
-            slot_bytes=state.slot_bytes if state else 0,
+            strides={"state": state.slot_bytes if state else 0, **{c.layout: c.block_bytes for c in caches}},
             placement=Placement(weights, states),
             writer=writer,
             progress=progress,
@@ -81,7 +87,7 @@ def compile_model(
         entries += [backend.write(target, work) for target in targets if target.device == device]
     manifest = Manifest(
         format_version=FORMAT_VERSION, model=_model_entry(model, options), targets=tuple(entries), weights=(),
-        weights_bytes=0, weights_crc32=(), files={}, state=state,
+        weights_bytes=0, weights_crc32=(), files={}, state=state, kv_caches=caches,
     )  # fmt: skip
     return writer.commit(manifest)
 
@@ -102,22 +108,40 @@ def _specialised(main: Graph, model: Model, options: Options) -> Iterator[Graph]
     if model.kind != "llm":
         yield main
         return
-    for rows in options.decode_buckets:
-        yield decode(main, rows)
-    for tokens in options.extend_buckets:
-        yield extend(main, tokens, max(options.decode_buckets))
+    for layout in options.kv_layouts:
+        laid = run_passes(main, [lambda g, at=layout: layout_kv(g, at)], f"kv_{layout.layout}")
+        prefix = "" if layout.layout == "static" else f"{layout.layout}_"
+        made = [decode(laid, rows) for rows in options.decode_buckets]
+        made += [extend(laid, tokens, max(options.decode_buckets)) for tokens in options.extend_buckets]
+        yield from (replace(g, name=prefix + g.name) for g in made)
 
 
 def state_of(graph: Graph) -> State | None:
-    """The layout of a slot: each state of the graph, without its first axis, one after the other."""
+    """The layout of a slot: what is no KV cache."""
+    size, fields = _fields(graph, "state")
+    return State(size, fields) if fields else None
+
+
+def caches_of(graph: Graph, layouts: tuple[KVLayout, ...]) -> tuple[KVCache, ...]:
+    """The layouts of the KV cache of a language model."""
+    caches = []
+    for layout in layouts:
+        laid = layout_kv(graph, layout)
+        size, fields = _fields(laid, layout.layout)
+        caches.append(KVCache(layout.layout, size, fields[0].shape[2], fields))
+    return tuple(caches)
+
+
+def _fields(graph: Graph, area: str) -> tuple[int, tuple[StateField, ...]]:
+    """The linear inputs of an area, each without its first axis, one after the other; bytes of all."""
     fields, offset = [], 0
     names = {source for _, source in graph.aliases}
     for value in graph.inputs:
-        if value.name in names:
+        if value.name in names and area_of(value.type) == area:
             shape = tuple(int(s) for s in value.type.shape[1:])  # type: ignore[arg-type]
             fields.append(StateField(value.name, value.type.dtype.name, shape, offset))
             offset += -(-math.prod(shape) * value.type.dtype.itemsize // 64) * 64
-    return State("static", offset, tuple(fields)) if fields else None
+    return offset, tuple(fields)
 
 
 def _write_weights(

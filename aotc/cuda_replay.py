@@ -4,10 +4,11 @@ memory that the plan names. What is checked is what a device will do: arguments,
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 
-from aotc.artifact.manifest import TargetEntry
+from aotc.artifact.manifest import ProgramEntry, StateField, TargetEntry, strides_of
 from aotc.artifact.plan import Address, If, Instruction, Plan, Tensor, evaluate
 from aotc.artifact.reader import Artifact
 from aotc.codegen.cuda.fake_device import POISON, Request, run_request
@@ -20,38 +21,64 @@ from aotc.ir.text import parse_graph
 from aotc.passes import lower
 
 
+@dataclass(frozen=True)
+class Area:
+    """Slots of the state or blocks of the KV cache: bytes between two of them, and what is in each."""
+
+    stride: int
+    fields: tuple[StateField, ...]
+
+    def pack(self, inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+        """All of them with the inputs' values, what no input fills poisoned."""
+        count = len(inputs[self.fields[0].name])
+        made = np.full((count, self.stride), POISON, np.uint8)
+        for field in self.fields:
+            part = np.ascontiguousarray(inputs[field.name]).reshape(count, -1).view(np.uint8)
+            made[:, field.offset : field.offset + part.shape[1]] = part
+        return made.reshape(-1)
+
+
 class CudaReplay:
     """A target of an artifact, ready to replay its programs. Sources are rendered again from the artifact's graphs:
     a kernel's name is the hash of its source, so that they are the ones that the cubins were compiled from."""
 
     def __init__(self, artifact: Artifact, target: TargetEntry) -> None:
-        state = artifact.manifest.state
-        self._artifact, self._target, self._slot = artifact, target, state.slot_bytes if state else 0
-        self._fields = {f.name: f for f in state.fields} if state else {}
+        manifest = artifact.manifest
+        self._artifact, self._target, self._caches = artifact, target, {c.layout: c for c in manifest.kv_caches}
+        self._strides = strides_of(manifest)
         self._programs: list[Program] = [
             lower(parse_graph(artifact.read(f"graphs/cuda/{p.name}.ir").decode())) for p in target.programs
         ]
         self._dims = dim_order(self._programs)
         self._sources: dict[str, Source] = {}
         for program in self._programs:
-            rendered = render_program(program, target.name, self._dims, self._slot)
+            rendered = render_program(program, target.name, self._dims, self._strides)
             self._sources |= {s.symbol: s for s in rendered.values()}
 
     def run(self, name: str, inputs: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> dict[str, np.ndarray]:
         """Outputs and updated states of a program. `inputs` holds every input and state by name."""
         entry = next(p for p in self._target.programs if p.name == name)
         plan = self._artifact.plan(entry.plan)
-        blocks = self._blocks(plan, inputs, dims)
+        areas = self._areas(entry)
+        blocks = self._blocks(plan, areas, inputs, dims)
         sources = {k.symbol: self._source(k.symbol).text for k in plan.kernels}
         answer = run_request(Request(sources, blocks, self._steps(plan, plan.body)))
-        return {t.name: self._read(answer, plan, t, dims) for t in plan.outputs}
+        return {t.name: self._read(answer, plan, areas, t, dims) for t in plan.outputs}
 
     def _source(self, symbol: str) -> Source:
         if symbol not in self._sources:
             raise ArtifactError(f"kernel {symbol} was made by another version of aotc: compile the model again")
         return self._sources[symbol]
 
-    def _blocks(self, plan: Plan, inputs: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> dict[str, np.ndarray]:
+    def _areas(self, entry: ProgramEntry) -> dict[str, Area]:
+        """What the spaces `state` and `kv` of a program hold."""
+        state, cache = self._artifact.manifest.state, self._caches.get(entry.kv_layout)
+        areas = {"state": Area(state.slot_bytes, state.fields)} if state else {}
+        return areas | ({"kv": Area(cache.block_bytes, cache.fields)} if cache else {})
+
+    def _blocks(
+        self, plan: Plan, areas: Mapping[str, Area], inputs: Mapping[str, np.ndarray], dims: Mapping[str, int]
+    ) -> dict[str, np.ndarray]:
         blocks = {
             "arena": np.full(plan.arena_bytes, POISON, np.uint8), "weights": np.array(self._artifact.map_weights()),
             "dims": np.array([dims.get(d, 0) for d in self._dims], np.int32).view(np.uint8),
@@ -65,12 +92,8 @@ class CudaReplay:
             if plan.spaces[tensor.space].kind == "output":
                 blocks[_block(plan, tensor.space)] = np.full(_nbytes(tensor, dims), POISON, np.uint8)
         blocks["counters"] = np.zeros(self._target.counter_bytes, np.uint8)
-        if self._fields:
-            state = np.full((dims["slots"], self._slot), POISON, np.uint8)
-            for name, field in self._fields.items():
-                part = np.ascontiguousarray(inputs[name]).reshape(len(state), -1).view(np.uint8)
-                state[:, field.offset : field.offset + part.shape[1]] = part
-            blocks["state"] = state.reshape(-1)
+        for space, area in areas.items():
+            blocks[space] = area.pack(inputs)
         return blocks
 
     def _steps(self, plan: Plan, body: tuple[Instruction, ...]) -> list:
@@ -91,13 +114,13 @@ class CudaReplay:
         return steps
 
     def _read(
-        self, blocks: Mapping[str, np.ndarray], plan: Plan, tensor: Tensor, dims: Mapping[str, int]
+        self, blocks: Mapping[str, np.ndarray], plan: Plan, areas: Mapping[str, Area], tensor: Tensor, dims: Mapping[str, int]
     ) -> np.ndarray:
         shape = [evaluate(s, dims) for s in tensor.shape]
-        if plan.spaces[tensor.space].kind == "state":
-            slots = blocks["state"].reshape(shape[0], self._slot)
-            field = self._fields[tensor.alias_of or tensor.name]
-            data = np.ascontiguousarray(slots[:, field.offset : field.offset + _nbytes(tensor, dims) // shape[0]])
+        kind = plan.spaces[tensor.space].kind
+        if kind in areas:
+            held = blocks[kind].reshape(shape[0], areas[kind].stride)
+            data = np.ascontiguousarray(held[:, tensor.offset : tensor.offset + _nbytes(tensor, dims) // shape[0]])
         else:
             data = blocks[_block(plan, tensor.space)]
         return data.reshape(-1)[: _nbytes(tensor, dims)].view(DTYPES[tensor.dtype].np).reshape(shape)

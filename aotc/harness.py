@@ -13,7 +13,7 @@ from aotc.codegen.cpu.render import kernel_dims
 from aotc.ir.graph import Graph, TensorType, Value
 from aotc.ir.interpret import interpret
 from aotc.ir.packing import PACKINGS
-from aotc.ir.program import Branch, Call, Instruction, Program
+from aotc.ir.program import LINEAR_SPACES, Branch, Call, Instruction, Program, Strides, area_of
 from aotc.ir.sizes import evaluate
 from aotc.runtime.devices.cpu import CpuLibrary, CpuProgram, allocate
 
@@ -40,13 +40,12 @@ def run_kernel(
     dims: Mapping[str, int],
     library: CpuLibrary,
     states: Mapping[str, int],
-    slot_bytes: int,
 ) -> list[np.ndarray]:
     """Runs one kernel on copies of `arrays` (the body's inputs, logical). Returns the body's outputs.
 
-    `states` names the body's inputs that lie in slots of `slot_bytes`.
+    `states` has the body's inputs that lie in slots or blocks, and the bytes between two of those.
     """
-    blocks = [_place(v, a, states, slot_bytes) for v, a in zip(body.inputs, arrays, strict=True)]
+    blocks = [_place(v, a, states) for v, a in zip(body.inputs, arrays, strict=True)]
     updated = {name: source for name, source in body.aliases}
     shapes = [tuple(int(evaluate(s, dims)) for s in v.type.shape) for v in body.outputs]  # type: ignore[arg-type]
     fresh = {}
@@ -72,13 +71,13 @@ def run_kernel(
     for name, v, shape in zip(body.output_names, body.outputs, shapes, strict=True):
         if name in updated:
             source, block = inputs[updated[name]]
-            results.append(_unplace(source, block, shape, states, slot_bytes))
+            results.append(_unplace(source, block, shape, states[source.name]))
         else:
             results.append(fresh[name].view(v.type.dtype.np)[: int(np.prod(shape))].reshape(shape))
     return results
 
 
-def _place(v: Value, array: np.ndarray, states: Mapping[str, int], slot_bytes: int) -> np.ndarray:
+def _place(v: Value, array: np.ndarray, states: Mapping[str, int]) -> np.ndarray:
     """Aligned physical memory of an input."""
     type_ = v.type
     if type_.packing is not None:
@@ -90,17 +89,16 @@ def _place(v: Value, array: np.ndarray, states: Mapping[str, int], slot_bytes: i
         block = allocate(data.nbytes)
         block[: data.nbytes] = data.reshape(-1).view(np.uint8)
         return block
-    block = allocate(len(data) * slot_bytes)
+    stride = states[v.name]
+    block = allocate(len(data) * stride)
     flat = data.reshape(len(data), -1).view(np.uint8)
-    block[: len(data) * slot_bytes].reshape(len(data), slot_bytes)[:, : flat.shape[1]] = flat
+    block[: len(data) * stride].reshape(len(data), stride)[:, : flat.shape[1]] = flat
     return block
 
 
-def _unplace(
-    v: Value, block: np.ndarray, shape: tuple[int, ...], states: Mapping[str, int], slot_bytes: int
-) -> np.ndarray:
+def _unplace(v: Value, block: np.ndarray, shape: tuple[int, ...], stride: int) -> np.ndarray:
     nbytes = int(np.prod(shape[1:])) * v.type.dtype.itemsize
-    rows = block[: shape[0] * slot_bytes].reshape(shape[0], slot_bytes)[:, :nbytes]
+    rows = block[: shape[0] * stride].reshape(shape[0], stride)[:, :nbytes]
     return np.ascontiguousarray(rows).view(v.type.dtype.np).reshape(shape)
 
 
@@ -126,12 +124,12 @@ def check_calls(
     weights: Callable[[str], np.ndarray],
     dims: Mapping[str, int],
     library: CpuLibrary,
-    slot_bytes: int,
+    strides: Strides,
 ) -> Iterator[Difference | None]:
     """Runs every call on what the interpreter computed before it. Yields None, or the difference, a call."""
     env: dict[str, np.ndarray] = {}
     for b in program.buffers.values():
-        if b.space in ("input", "state"):
+        if b.space in ("input", *LINEAR_SPACES):
             env[b.name] = np.array(inputs[b.key])
 
     def read(name: str) -> np.ndarray:
@@ -150,10 +148,11 @@ def check_calls(
         arrays = [_shaped(read(n), v.type, dims) for n, v in zip(step.inputs, graph.inputs, strict=True)]
         named = {v.name: a for v, a in zip(graph.inputs, arrays, strict=True)}
         expected = interpret(graph, named, dims=dims)
-        states = {source: 0 for _, source in graph.aliases} | {
-            v.name: 0 for v, n in zip(graph.inputs, step.inputs, strict=True) if program.buffers[n].space == "state"
-        }
-        got = run_kernel(graph, step.kernel, arrays, dims, library, states, slot_bytes)
+        states = {
+            v.name: strides[area_of(v.type)] for v, n in zip(graph.inputs, step.inputs, strict=True)
+            if program.buffers[n].space in LINEAR_SPACES
+        }  # fmt: skip
+        got = run_kernel(graph, step.kernel, arrays, dims, library, states)
         limit = max(TOLERANCE.get(v.type.dtype.name, 0.0) for v in graph.values())
         worst = None
         for (name, value), result, buffer in zip(expected.items(), got, step.outputs, strict=True):

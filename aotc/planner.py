@@ -11,22 +11,23 @@ import msgspec
 from aotc.artifact import plan as P
 from aotc.errors import UnsupportedError
 from aotc.ir.cost import flops
-from aotc.ir.program import Branch, Buffer, Call, Instruction, Program
+from aotc.ir.program import LINEAR_SPACES, Branch, Buffer, Call, Instruction, Program, area_of
 from aotc.ir.sizes import Size
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where things outside the arena lie: weight offsets by key, state offsets within a slot by name."""
+    """Where things outside the arena lie: weight offsets by key; by area (`area_of`) and name, offsets within a slot of
+    the state or a block of the cache."""
 
     weights: Mapping[str, int]
-    states: Mapping[str, int]
+    states: Mapping[str, Mapping[str, int]]
 
 
 def make_plan(program: Program, dims_of: Mapping[str, tuple[str, ...]], placement: Placement) -> P.Plan:
     """The plan. `dims_of` names the dims that each kernel takes after its buffers.
 
-    Inputs and outputs get a space each; all weights share one, and so do all states (slots of the cache).
+    Inputs and outputs get a space each; all weights share one, so do all states, and so do the layers of the cache.
     """
     return _Planner(program, dims_of, placement).plan()
 
@@ -55,6 +56,7 @@ class _Planner:
             P.Space("arena", "arena"),
             P.Space("weights", "weights"),
             P.Space("state", "state"),
+            P.Space("kv", "kv"),
         ]
         self.space_of: dict[str, int] = {}
         for b in program.buffers.values():
@@ -68,7 +70,7 @@ class _Planner:
         program = self.program
         updated = {}
         for name, buffer in program.outputs:
-            if program.buffers[buffer].space == "state":
+            if program.buffers[buffer].space in LINEAR_SPACES:
                 updated[name] = program.buffers[buffer].key
         return P.Plan(
             program=program.name,
@@ -100,8 +102,9 @@ class _Planner:
             return P.Address(0, buffer.offset)
         if buffer.space == "weight":
             return P.Address(1, self.placement.weights[buffer.key])
-        if buffer.space == "state":
-            return P.Address(2, self.placement.states[buffer.key])
+        if buffer.space in LINEAR_SPACES:
+            offset = self.placement.states[area_of(buffer.type)][buffer.key]
+            return P.Address(2 if buffer.space == "state" else 3, offset)
         return P.Address(self.space_of[buffer.name], 0)
 
     def _body(self, body: tuple[Instruction, ...]) -> tuple[P.Instruction, ...]:
@@ -113,14 +116,14 @@ class _Planner:
 
     def _call(self, call: Call) -> P.Call:
         kernel = self.program.kernels[call.kernel]
-        fresh = [b for b in call.outputs if b not in call.inputs or self.program.buffers[b].space != "state"]
+        fresh = [b for b in call.outputs if b not in call.inputs or self.program.buffers[b].space not in LINEAR_SPACES]
         names = [*call.inputs, *fresh]
         args: list[P.Arg] = [self._place(self.program.buffers[n]) for n in names]
         args += self._more_args(call.kernel)
         moved: Size = 0
         for n in dict.fromkeys(names):
             b = self.program.buffers[n]
-            moved = moved + (b.type.size * b.type.dtype.itemsize if b.space != "state" else 0)
+            moved = moved + (b.type.size * b.type.dtype.itemsize if b.space not in LINEAR_SPACES else 0)
         return P.Call(
             self.kernels.index(call.kernel), tuple(args), call.barrier, kernel.name, call.sources,
             size_expr(flops(kernel.body)), size_expr(moved),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from aotc.artifact.manifest import ProgramEntry
+from aotc.artifact.manifest import ProgramEntry, strides_of
 from aotc.artifact.reader import Artifact
 from aotc.frontend.model import Model, read_logical
 from aotc.harness import Difference, check_calls, relative_error
@@ -15,6 +15,7 @@ from aotc.ir.dtypes import DTYPES
 from aotc.ir.graph import Graph
 from aotc.ir.interpret import interpret
 from aotc.ir.packing import PACKINGS
+from aotc.ir.program import area_of
 from aotc.ir.text import parse_graph
 from aotc.passes import lower
 from aotc.passes.plan_memory import plan_memory
@@ -24,6 +25,7 @@ from aotc.runtime.sampling import SAMPLER_DTYPE, SamplingParams, fill_row
 from aotc.runtime.sequence import Request, Row, Sequence
 
 CONTEXT = 6  # tokens of the test prompt
+PAGES = 3  # in the cache for each of its rows, more than it takes
 SIZE = 3  # of a dynamic dim of a tensor model, within its bounds
 
 
@@ -82,9 +84,14 @@ def decoder_inputs(graph: Graph, rows: int, each: int, start: int, seed: int = 0
     }  # fmt: skip
     inputs = {k: v.astype(np.int32) for k, v in int32.items()}
     inputs["sampler"] = settings.view(np.uint8).reshape(rows, -1)
+    if "block_table" in types:
+        table = np.zeros((rows, int(str(types["block_table"].shape[1]))), np.int32)
+        used = min(PAGES, table.shape[1])
+        table[:, :used] = rng.permutation(rows * PAGES).reshape(rows, PAGES)[:, :used]
+        inputs["block_table"] = table
     for name, type_ in types.items():
         if name not in inputs:
-            shape = (rows, *type_.shape[1:])
+            shape = (rows * (PAGES if area_of(type_) == "paged" else 1), *type_.shape[1:])
             noise = rng.standard_normal(shape) if type_.dtype.is_float else np.zeros(shape)  # type: ignore[arg-type]
             inputs[name] = noise.astype(type_.dtype.np)
     return inputs
@@ -111,10 +118,10 @@ def _check_program(
     else:
         rows, each, start = (min(entry.bucket, 3), 1, CONTEXT) if entry.kind == "decode" else (2, CONTEXT, 0)
         inputs = decoder_inputs(graph, rows, each, start)
-        every = {"rows": rows, "tokens": rows * each, "slots": rows}
+        every = {"rows": rows, "tokens": rows * each, "slots": rows, "pages": PAGES * rows}
         dims = {d.name: every[d.name] for d in graph.dims}
-    slot_bytes = state.slot_bytes if state else 0
-    return _say([d for d in check_calls(program, inputs, weights, dims, library, slot_bytes) if d is not None])
+    strides = strides_of(artifact.manifest)
+    return _say([d for d in check_calls(program, inputs, weights, dims, library, strides) if d is not None])
 
 
 def _say(found: list[Difference]) -> str | None:

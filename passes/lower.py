@@ -8,7 +8,7 @@ from dataclasses import replace
 from aotc.ir.graph import Graph, Node, TensorType, Value
 from aotc.ir.ops.control import FusionAttrs
 from aotc.ir.ops.shape import ShapeAttrs
-from aotc.ir.program import Branch, Buffer, Call, Instruction, Kernel, Program
+from aotc.ir.program import Branch, Buffer, Call, Instruction, Kernel, Program, area_of
 from aotc.ir.text import print_graph
 from aotc.ir.verify import linear_pairs
 
@@ -17,8 +17,9 @@ def lower(graph: Graph) -> Program:
     """The program of a fused graph; buffers of the arena have no place yet."""
     lowering = _Lowering(graph)
     for value in graph.inputs:
-        state = value.name in {source for _, source in graph.aliases}
-        lowering.bind(value, Buffer(value.name, value.type, "state" if state else "input", value.name))
+        linear = value.name in {source for _, source in graph.aliases}
+        space = "input" if not linear else "state" if area_of(value.type) == "state" else "kv"
+        lowering.bind(value, Buffer(value.name, value.type, space, value.name))
     for weight in graph.weights:
         lowering.bind(weight.value, Buffer(weight.value.name, weight.value.type, "weight", weight.key))
     aliased = {name for name, _ in graph.aliases}

@@ -10,7 +10,8 @@ import msgspec
 
 from aotc.errors import ArtifactError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # tensor models of format 1 are read as well: theirs did not change
+KV_LAYOUTS = ("static", "paged")
 CHUNK_BYTES = 4 << 20  # of weights.bin that one checksum covers
 PAGE = 4096  # where weights of 1 MiB and more begin, and what a target's share of weights.bin is made of
 ITEM_BYTES = {
@@ -43,7 +44,7 @@ class Weight(_Struct, frozen=True):
 
 
 class StateField(_Struct, frozen=True):
-    """A part of a slot of the state: `shape` is that of one sequence."""
+    """A part of a slot of the state or of a block of the cache: `shape` is that of one."""
 
     name: str
     dtype: str
@@ -52,20 +53,31 @@ class StateField(_Struct, frozen=True):
 
 
 class State(_Struct, frozen=True):
-    """The KV cache and what else lives from step to step: `slot_bytes` for each sequence, sized at load."""
+    """What lives from step to step besides the KV cache: `slot_bytes` for each sequence, sized at load."""
 
-    layout: str
     slot_bytes: int
     fields: tuple[StateField, ...]
 
 
+class KVCache(_Struct, frozen=True):
+    """A layout of the KV cache: blocks of `block_bytes` that hold all layers' keys and values of `block_tokens` tokens,
+    as many as are asked for at load. A block is a sequence where `layout` is static, and a page where it is paged."""
+
+    layout: str
+    block_bytes: int
+    block_tokens: int
+    fields: tuple[StateField, ...]
+
+
 class ProgramEntry(_Struct, frozen=True):
-    """A program of a target. `kind` is decode (bucket: rows), extend (bucket: tokens) or call."""
+    """A program of a target. `kind` is decode (bucket: rows), extend (bucket: tokens) or call; `kv_layout` is how its
+    KV cache lies, for those that have one."""
 
     name: str
     kind: str
     bucket: int
     plan: str
+    kv_layout: str = ""
 
 
 class TargetEntry(_Struct, frozen=True):
@@ -111,6 +123,7 @@ class Manifest(_Struct, frozen=True):
     weights_crc32: tuple[int, ...]
     files: dict[str, File]
     state: State | None = None
+    kv_caches: tuple[KVCache, ...] = ()
     provenance: dict[str, str] = {}
     sha256: str = ""
 
@@ -118,6 +131,12 @@ class Manifest(_Struct, frozen=True):
         """(offset, bytes) of what a target needs of weights.bin: ascending, apart, at the starts of pages."""
         ranges = target.weights or ((0, self.weights_bytes),)
         return tuple((offset, min(nbytes, self.weights_bytes - offset)) for offset, nbytes in ranges)
+
+
+def strides_of(manifest: Manifest) -> dict[str, int]:
+    """Bytes between slots of the state, and between blocks of each layout of the KV cache, by `state` and layout."""
+    state = manifest.state.slot_bytes if manifest.state else 0
+    return {"state": state, **{c.layout: c.block_bytes for c in manifest.kv_caches}}
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -130,10 +149,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(data: bytes) -> Manifest:
     """Reads and checks a manifest. Raises ArtifactError: malformed, edited, or of another format version."""
     try:
-        version = msgspec.json.decode(data, type=_Version).format_version
-        if version != FORMAT_VERSION:
+        head = msgspec.json.decode(data, type=_Version)
+        if head.format_version != FORMAT_VERSION and (head.format_version != 1 or head.state is not None):
             raise ArtifactError(
-                f"the artifact has format version {version}, this aotc reads {FORMAT_VERSION}: compile the model again"
+                f"the artifact has format version {head.format_version}, this aotc reads {FORMAT_VERSION}: compile the model again"
             )
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -146,6 +165,7 @@ def decode_manifest(data: bytes) -> Manifest:
 
 class _Version(msgspec.Struct):
     format_version: int
+    state: Any = None
 
 
 def _digest(manifest: Manifest) -> str:
@@ -161,7 +181,11 @@ def _check(m: Manifest) -> None:
         if w.offset < 0 or w.nbytes < 0 or w.offset + w.nbytes > m.weights_bytes:
             raise ArtifactError(f"manifest.json is malformed: weight {w.name} lies outside weights.bin")
     if m.state is not None:
-        _check_state(m.state)
+        _check_fields("state", m.state.slot_bytes, m.state.fields)
+    for cache in m.kv_caches:
+        if cache.block_tokens < 1 or cache.layout not in KV_LAYOUTS:
+            raise ArtifactError("manifest.json is malformed: a KV cache's layout")
+        _check_fields("KV cache", cache.block_bytes, cache.fields)
     for target in m.targets:
         if target.arena_bytes < 0 or target.scratch_bytes < 0:
             raise ArtifactError(f"manifest.json is malformed: memory of {target.name}")
@@ -179,10 +203,10 @@ def _check_ranges(target: TargetEntry, size: int) -> None:
         end = offset + nbytes
 
 
-def _check_state(state: State) -> None:
-    if not 0 < state.slot_bytes < 1 << 48:
-        raise ArtifactError("manifest.json is malformed: the state's size")
-    for field in state.fields:
+def _check_fields(what: str, total: int, fields: tuple[StateField, ...]) -> None:
+    if not 0 < total < 1 << 48:
+        raise ArtifactError(f"manifest.json is malformed: the {what}'s size")
+    for field in fields:
         size = math.prod(field.shape) * ITEM_BYTES.get(field.dtype, 1 << 48)
-        if min(field.shape, default=0) < 0 or field.offset < 0 or field.offset + size > state.slot_bytes:
-            raise ArtifactError(f"manifest.json is malformed: {field.name} lies outside the state")
+        if min(field.shape, default=0) < 0 or field.offset < 0 or field.offset + size > total:
+            raise ArtifactError(f"manifest.json is malformed: {field.name} lies outside the {what}")

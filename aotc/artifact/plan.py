@@ -1,7 +1,7 @@
 """The plan of a program: what the runtime walks. A plan is JSON, checked whole before anything runs.
 
 Arguments name places as (space, offset); spaces are base addresses that the runtime fills in: the arena, the
-weights, the states, and each input and output.
+weights, the states, the KV cache, and each input and output.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from aotc.errors import ArtifactError
 MAX_DEPTH = 16
 MAX_ITEMS = 1 << 20
 MAX_INT = (1 << 63) - 1
-SPACE_KINDS = ("arena", "weights", "state", "input", "output", "dims", "counters")
+SPACE_KINDS = ("arena", "weights", "state", "kv", "input", "output", "dims", "counters")
 """`dims`: the values of all dims of the artifact as i32, in device memory; `counters`: memory that is 0
 before and after each program (both CUDA)."""
 

@@ -13,14 +13,28 @@ import numpy as np
 
 from aotc.ir.graph import Graph, TensorType
 from aotc.ir.interpret import bind_dims, interpret
-from aotc.ir.sizes import Dim, evaluate, upper_bound
+from aotc.ir.sizes import Dim, evaluate, symbol, upper_bound
 
 ALIGNMENT = 64  # bytes: a cache line, and the widest vector of a CPU
 
 
+LINEAR_SPACES = ("state", "kv")
+"""Spaces of what is updated in place and lives from step to step."""
+
+Strides = Mapping[str, int]
+"""Bytes between the blocks of each area: `state` (a sequence each), `static` (a sequence) and `paged` (a page) caches."""
+
+
+def area_of(type_: TensorType) -> str:
+    """Where a linear value lives: state, or the KV cache in a layout. Nothing else that is linear has five axes."""
+    if type_.rank != 5:
+        return "state"
+    return "paged" if type_.shape[0] == symbol("pages") else "static"
+
+
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor in memory. `space` is arena, weight, input, output or state; `key` names it there.
+    """A tensor in memory. `space` is arena, weight, input, output, state or kv; `key` names it there.
 
     `offset` is its place in the arena, in bytes, once planned.
     """
@@ -133,7 +147,7 @@ class _Memory:
         self.arena = np.full(program.arena_bytes, 0xA5, np.uint8)
         self.named: dict[str, np.ndarray] = {}
         for b in program.buffers.values():
-            if b.space in ("input", "state"):
+            if b.space in ("input", *LINEAR_SPACES):
                 self.named[b.name] = np.array(inputs[b.key])
             elif b.space == "output":
                 self.named[b.name] = np.zeros(self.shape(b), b.type.dtype.np)

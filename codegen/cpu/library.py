@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from aotc.codegen.cpu.build import build_library
 from aotc.codegen.cpu.render import Source, render
-from aotc.ir.program import Kernel, Program
+from aotc.ir.program import Kernel, Program, Strides
 
 INCLUDES = {
     "loops": (), "matmul": ("gemv.h", "gemm.h"), "kv_append": (), "attention": ("attention_batch.h",),
@@ -30,17 +30,17 @@ class Library:
     scratch_bytes: int
 
 
-def render_all(programs: Iterable[Program], slot_bytes: int) -> dict[str, tuple[Kernel, Source]]:
+def render_all(programs: Iterable[Program], strides: Strides) -> dict[str, tuple[Kernel, Source]]:
     """The sources of all kernels, each once."""
     kernels = {k.name: k for p in programs for k in p.kernels.values()}
-    return {name: (k, render(k, slot_bytes)) for name, k in sorted(kernels.items())}
+    return {name: (k, render(k, strides)) for name, k in sorted(kernels.items())}
 
 
 def build(
-    programs: Iterable[Program], level: str, slot_bytes: int, progress: Callable[[str], None] = lambda _: None
+    programs: Iterable[Program], level: str, strides: Strides, progress: Callable[[str], None] = lambda _: None
 ) -> Library:
     """Renders, compiles and links the kernels of `programs` for one CPU level."""
-    rendered = render_all(programs, slot_bytes)
+    rendered = render_all(programs, strides)
     units = {name: _unit(kernel, source) for name, (kernel, source) in rendered.items()}
     units["aotc_runtime"] = '#include "runtime.h"\n'
     data = build_library(units, level, progress)

@@ -14,7 +14,7 @@ from aotc.codegen.loops import Index, LoopNest, add, linear, to_primitives
 from aotc.errors import UnsupportedError
 from aotc.ir.dtypes import f32
 from aotc.ir.graph import Graph, Node, Value
-from aotc.ir.program import Kernel
+from aotc.ir.program import Kernel, Strides, area_of
 from aotc.ir.sizes import Size, names_in, product
 
 SYNTAX = CppSyntax()
@@ -38,14 +38,14 @@ def environment() -> Environment:
     return Environment(loader=loader, undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False)
 
 
-def render(kernel: Kernel, slot_bytes: int) -> Source:
-    """The source of a kernel. `slot_bytes` is the stride between sequences in the state.
+def render(kernel: Kernel, strides: Strides) -> Source:
+    """The source of a kernel. `strides` are the bytes between slots of the state and blocks of the cache.
 
     Raises UnsupportedError where no template of the CPU computes it.
     """
     if kernel.family not in _FAMILIES:
         raise UnsupportedError(f"no CPU template for {kernel.family}: see docs/ARCHITECTURE.md, how to add a template")
-    return _FAMILIES[kernel.family](_Frame(kernel, slot_bytes))
+    return _FAMILIES[kernel.family](_Frame(kernel, strides))
 
 
 def kernel_dims(body: Graph) -> tuple[str, ...]:
@@ -56,8 +56,8 @@ def kernel_dims(body: Graph) -> tuple[str, ...]:
 class _Frame:
     """What every template needs: names of buffers and dims, and the declarations of arguments."""
 
-    def __init__(self, kernel: Kernel, slot_bytes: int) -> None:
-        self.kernel, self.slot_bytes = kernel, slot_bytes
+    def __init__(self, kernel: Kernel, strides: Strides) -> None:
+        self.kernel, self.strides = kernel, strides
         self.body = kernel.body
         updated = {self.body.output(name) for name, _ in self.body.aliases}
         self.arguments = [*self.body.inputs, *(v for v in self.body.outputs if v not in updated)]
@@ -65,6 +65,10 @@ class _Frame:
         for name, source in self.body.aliases:
             self.pointers[self.body.output(name)] = self.pointers[self.input(source)]
         self.dims = kernel_dims(self.body)
+
+    def stride(self, linear: Value) -> int:
+        """Bytes between two slots of the state, or two blocks of the cache."""
+        return self.strides[area_of(linear.type)]
 
     def input(self, name: str) -> Value:
         return next(v for v in self.body.inputs if v.name == name)
@@ -198,7 +202,6 @@ def _lead_index(lead: tuple[Size, ...], names: tuple[str, ...]) -> list[tuple[st
 def _kv_append(frame: _Frame) -> Source:
     body = to_primitives(frame.body)
     node = _only(body, "kv_append")
-    _static(node)
     kv, k, v, positions, rows, index = node.inputs
     tokens, heads, d = k.type.shape
     storage = kv.type.dtype
@@ -209,25 +212,25 @@ def _kv_append(frame: _Frame) -> Source:
 
     nest = _rows_of(lambda: LoopNest(body, SYNTAX, frame.pointers), ("t", "h"), "c", d, write)
     return frame.source(
-        "kv_append", tokens=SYNTAX.size(tokens), heads=heads, d=d, context=kv.type.shape[3],
+        "kv_append", tokens=SYNTAX.size(tokens), heads=heads, d=d, block_tokens=kv.type.shape[3],
         storage=STORAGE[storage.name], kv=frame.pointers[kv], positions=frame.pointers[positions],
-        rows=frame.pointers[rows], index=frame.pointers[index], slot_bytes=frame.slot_bytes,
+        rows=frame.pointers[rows], index=frame.pointers[index], blocks=_blocks_a_row(index),
+        block_bytes=frame.stride(kv),
         row_lines=nest.row_lines, pieces=nest.pieces,
     )  # fmt: skip
 
 
 def _attention(frame: _Frame) -> Source:
     node = _only(frame.body, "attention")
-    _static(node)
     q, kv, query_start, seq_lens, index = (frame.pointers[v] for v in node.inputs)
     shape, cache = node.inputs[0].type.shape, node.inputs[1].type
     storage = STORAGE[cache.dtype.name]
     return frame.source(
         "attention", f"attention_batch_scratch_bytes<{shape[2]}, {storage}>({MAX_ROWS})", heads=shape[1],
-        kv_heads=cache.shape[2], d=shape[2], context=cache.shape[3], window=node.attrs.window or 0,
+        kv_heads=cache.shape[2], d=shape[2], block_tokens=cache.shape[3], window=node.attrs.window or 0,
         scale=SYNTAX.constant(node.attrs.scale, f32), storage=storage, q=q, kv=kv, query_start=query_start,
         seq_lens=seq_lens, index=index, rows=SYNTAX.size(node.inputs[3].type.shape[0]), out=frame.pointers[node.out],
-        slot_bytes=frame.slot_bytes,
+        blocks=_blocks_a_row(node.inputs[4]), block_bytes=frame.stride(node.inputs[1]),
     )  # fmt: skip
 
 
@@ -239,7 +242,7 @@ def _sample(frame: _Frame) -> Source:
     return frame.source(
         "sample", f"sample_scratch_bytes({vocab})", rows=SYNTAX.size(rows), vocab=vocab, settings=settings,
         history=history, context=node.inputs[2].type.shape[1], index=index, logits=logits, token=token,
-        logprobs=logprobs, ids=ids, slot_bytes=frame.slot_bytes,
+        logprobs=logprobs, ids=ids, slot_bytes=frame.stride(node.inputs[2]),
     )  # fmt: skip
 
 
@@ -247,9 +250,9 @@ def _only(body: Graph, op: str) -> Node:
     return next(n for n in body.nodes if n.op == op)
 
 
-def _static(node: Node) -> None:
-    if node.attrs.layout != "static":
-        raise UnsupportedError("paged KV caches have no CPU template: compile with --kv-layout static")
+def _blocks_a_row(index: Value) -> int:
+    """Entries of a row of a cache's index: one slot, or the pages of a block table."""
+    return index.type.shape[1] if index.type.rank == 2 else 1  # type: ignore[return-value]
 
 
 _FAMILIES: dict[str, Callable[[_Frame], Source]] = {

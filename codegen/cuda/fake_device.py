@@ -26,7 +26,7 @@ from aotc.codegen.cuda.launch import arguments, dim_order, render_program, slot_
 from aotc.errors import DeviceError
 from aotc.ir.interpret import bind_dims
 from aotc.ir.ops.sample_reference import ROW
-from aotc.ir.program import Branch, Buffer, Instruction, Program
+from aotc.ir.program import LINEAR_SPACES, Branch, Buffer, Instruction, Program, area_of
 from aotc.ir.sizes import evaluate, upper_bound
 
 POISON, GUARD_BYTES = 0xA5, 256
@@ -69,7 +69,7 @@ class _Replay:
         )
         self.layout = slot_layout(program)
         self.order = dim_order([program])
-        self.sources: dict[str, Source] = render_program(program, arch, self.order, self.layout.slot_bytes)
+        self.sources: dict[str, Source] = render_program(program, arch, self.order, self.layout.strides)
         self.relocations: list[tuple[str, int, str]] = []
 
     def run(self) -> dict[str, np.ndarray]:
@@ -95,18 +95,21 @@ class _Replay:
                 blocks[b.name] = _bytes(self.inputs[b.key])
             elif b.space == "output":
                 blocks[b.name] = poisoned(int(np.prod(self._shape(b))) * b.type.dtype.itemsize)
-        slots = [self.inputs[k] for k in self.layout.offsets]
-        if slots:
-            blocks["state"] = self._pack_slots(len(slots[0]))
+        for space in LINEAR_SPACES:
+            held = [b for n in self.program.inputs if (b := self.program.buffers[n]).space == space]
+            if held:
+                blocks[space] = self._pack(held)
         for call in self.program.calls():
             if self.program.kernels[call.kernel].family == "sample":
                 self._bring_settings(call.inputs[1], blocks)
         return blocks
 
-    def _pack_slots(self, count: int) -> np.ndarray:
-        state = np.full((count, self.layout.slot_bytes), POISON, np.uint8)
-        for key, offset in self.layout.offsets.items():
-            part = _bytes(self.inputs[key]).reshape(count, -1)
+    def _pack(self, held: list[Buffer]) -> np.ndarray:
+        """Slots of the state, or blocks of the cache."""
+        count = len(self.inputs[held[0].key])
+        state = np.full((count, self.layout.strides[area_of(held[0].type)]), POISON, np.uint8)
+        for b in held:
+            part, offset = _bytes(self.inputs[b.key]).reshape(count, -1), self.layout.offsets[b.key]
             state[:, offset : offset + part.shape[1]] = part
         return state.reshape(-1)
 
@@ -144,7 +147,7 @@ class _Replay:
         if b.space == "arena":
             assert b.offset is not None
             return "arena", b.offset
-        return ("state", self.layout.offsets[b.key]) if b.space == "state" else (b.name, 0)
+        return (b.space, self.layout.offsets[b.key]) if b.space in LINEAR_SPACES else (b.name, 0)
 
     def _shape(self, b: Buffer) -> tuple[int, ...]:
         return tuple(int(evaluate(s, self.dims)) for s in b.type.shape)  # type: ignore[arg-type]
@@ -152,8 +155,8 @@ class _Replay:
     def _read(self, blocks: Mapping[str, np.ndarray], b: Buffer) -> np.ndarray:
         shape, (block, offset) = self._shape(b), self._place(b)
         size = int(np.prod(shape)) * b.type.dtype.itemsize
-        if b.space == "state":
-            slots = blocks[block].reshape(shape[0], self.layout.slot_bytes)
+        if b.space in LINEAR_SPACES:
+            slots = blocks[block].reshape(shape[0], self.layout.strides[area_of(b.type)])
             data = np.ascontiguousarray(slots[:, offset : offset + size // shape[0]]).reshape(-1)
         else:
             data = blocks[block][offset : offset + size].copy()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -19,9 +19,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from aotc.codegen.cuda.nest import BlockNest
 from aotc.codegen.cuda.syntax import POINTER, TritonSyntax, dim
 from aotc.codegen.loops import Index
-from aotc.errors import UnsupportedError
 from aotc.ir.graph import Graph, Node, Value
-from aotc.ir.program import Kernel
+from aotc.ir.program import Kernel, Strides, area_of
 from aotc.ir.sizes import Dim, Size, upper_bound
 
 SYNTAX = TritonSyntax()
@@ -33,13 +32,13 @@ class Setting:
     """What kernels of one program are rendered for.
 
     `bounds` are the program's dims, `dims` the order in which the device holds their values (see
-    `aotc.codegen.cuda.launch`), `slot_bytes` the stride between sequences in the state.
+    `aotc.codegen.cuda.launch`), `strides` the bytes between slots of the state and blocks of the cache.
     """
 
     arch: str
     bounds: tuple[Dim, ...]
     dims: tuple[str, ...]
-    slot_bytes: int = 0
+    strides: Strides = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -144,14 +143,9 @@ def lead(nest: BlockNest, flat: str, shape: tuple[Size, ...]) -> Index:
 
 
 def slot_stride(frame: Frame, state: Value) -> int:
-    """The distance of two sequences in the state, in elements."""
-    return frame.setting.slot_bytes // state.type.dtype.itemsize
+    """The distance of two slots of the state, or of two blocks of the cache, in elements."""
+    return frame.setting.strides[area_of(state.type)] // state.type.dtype.itemsize
 
 
 def only(body: Graph, op: str) -> Node:
     return next(n for n in body.nodes if n.op == op)
-
-
-def require_static(node: Node) -> None:
-    if node.attrs.layout != "static":
-        raise UnsupportedError("paged KV caches have no CUDA template: compile with --kv-layout static")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from aotc.codegen.cuda.build import Cubin
 from aotc.codegen.cuda.frame import Grid, Setting, Source
 from aotc.codegen.cuda.render import render
-from aotc.ir.program import ALIGNMENT, Call, Program
+from aotc.ir.program import ALIGNMENT, LINEAR_SPACES, Call, Program, Strides, area_of
 from aotc.ir.sizes import Dim, Size, product, upper_bound
 
 
@@ -36,10 +36,11 @@ class Launch:
 
 @dataclass(frozen=True)
 class SlotLayout:
-    """One sequence's part of the state: offset of each state by key, and the stride between sequences, in bytes."""
+    """Bytes: the offset of each linear input by key, in a slot of the state or a block of the cache, and their strides
+    by area."""
 
     offsets: Mapping[str, int]
-    slot_bytes: int
+    strides: Strides
 
 
 def dim_order(programs: Iterable[Program]) -> tuple[str, ...]:
@@ -48,19 +49,21 @@ def dim_order(programs: Iterable[Program]) -> tuple[str, ...]:
 
 
 def slot_layout(program: Program) -> SlotLayout:
-    """States one after the other, in the order of the inputs, each without its first axis."""
-    offsets, at = {}, 0
+    """Those of an area one after the other, in the order of the inputs, each without its first axis."""
+    offsets: dict[str, int] = {}
+    strides: dict[str, int] = {}
     for b in (program.buffers[n] for n in program.inputs):
-        if b.space == "state":
-            offsets[b.key] = at
+        if b.space in LINEAR_SPACES:
+            area = area_of(b.type)
+            offsets[b.key] = strides.get(area, 0)
             size = upper_bound(product(b.type.shape[1:]), program.dims) * b.type.dtype.itemsize
-            at += -(-size // ALIGNMENT) * ALIGNMENT
-    return SlotLayout(offsets, at)
+            strides[area] = offsets[b.key] + -(-size // ALIGNMENT) * ALIGNMENT
+    return SlotLayout(offsets, strides)
 
 
-def render_program(program: Program, arch: str, dims: tuple[str, ...], slot_bytes: int) -> dict[str, Source]:
+def render_program(program: Program, arch: str, dims: tuple[str, ...], strides: Strides) -> dict[str, Source]:
     """The source of each kernel of a program, by the kernel's name."""
-    setting = Setting(arch, program.dims, dims, slot_bytes)
+    setting = Setting(arch, program.dims, dims, strides)
     return {name: render(kernel, setting) for name, kernel in sorted(program.kernels.items())}
 
 
@@ -74,5 +77,5 @@ def launches(sources: Mapping[str, Source], cubins: Mapping[str, Cubin]) -> dict
 
 def arguments(program: Program, call: Call) -> tuple[str, ...]:
     """The buffers that a call passes: inputs, then outputs that do not update one of them."""
-    fresh = (b for b in call.outputs if b not in call.inputs or program.buffers[b].space != "state")
+    fresh = (b for b in call.outputs if b not in call.inputs or program.buffers[b].space not in LINEAR_SPACES)
     return (*call.inputs, *fresh)

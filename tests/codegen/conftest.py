@@ -15,15 +15,16 @@ from aotc.target import best_cpu_target
 def check_cpu(tmp_path):
     """check(graph, inputs, weights=None, level=None) -> differences of every kernel, and the program."""
 
-    def check(graph, inputs, weights=None, level=None, slot_bytes=0):
+    def check(graph, inputs, weights=None, level=None, strides=None):
         program = make_program(graph)
         target = level or best_cpu_target().name
-        built = build([program], target, slot_bytes)
+        built = build([program], target, strides or {})
         path = tmp_path / f"{graph.name}_{target}.so"
+        path.unlink(missing_ok=True)  # a library that is loaded is not written over
         path.write_bytes(built.data)
         library = CpuLibrary(path, built.scratch_bytes)
         dims = bind_dims(graph, {k: np.shape(v) for k, v in inputs.items()})
-        found = list(check_calls(program, inputs, weights or (lambda k: None), dims, library, slot_bytes))
+        found = list(check_calls(program, inputs, weights or (lambda k: None), dims, library, strides or {}))
         return [d for d in found if d is not None], program
 
     return check

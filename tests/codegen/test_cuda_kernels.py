@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from attention_cases import SLOTS, attention_graph, page_up, ragged
 
 from aotc.codegen.cuda.fake_device import run_program
 from aotc.codegen.cuda.render import TEMPLATES
@@ -14,7 +15,6 @@ from aotc.ir.interpret import interpret
 from aotc.ir.ops import OPS
 from aotc.ir.ops.composite import NormAttrs
 from aotc.ir.ops.contraction import ArgReduceAttrs, ConvAttrs, DotAttrs, PoolAttrs, ReduceAttrs, ScanAttrs
-from aotc.ir.ops.decoder import AttentionAttrs, KVAttrs
 from aotc.ir.ops.elementwise import CompareAttrs, ConvertAttrs
 from aotc.ir.ops.shape import (
     AxesAttrs,
@@ -31,7 +31,7 @@ from aotc.ir.sizes import Dim, symbol
 from aotc.passes import canonicalize, fuse, lower, place_barriers, plan_memory
 
 T = symbol("t")
-SIZES = {"t": 3, "m": 5, "tokens": 11, "rows": 4, "slots": 6}
+SIZES = {"t": 3, "m": 5, "tokens": 11, "rows": 4, "slots": SLOTS}
 TOLERANCE = {f64: 1e-9, f32: 2e-5, f16: 5e-3, bf16: 2e-2}
 POSITIVE = {"log", "sqrt", "rsqrt", "acosh", "power", "log_plus_one"}
 BINARY = {"add", "subtract", "multiply", "divide", "remainder", "power", "maximum", "minimum", "atan2"}
@@ -58,9 +58,9 @@ def random_inputs(graph, seed=0, **given):
     return {v.name: given[v.name] if v.name in given else make(v.type) for v in graph.inputs}
 
 
-def check(graph, arch="sm80", **given):
+def check(graph, inputs=None, arch="sm80", **given):
     """Every output of the graph on the fake device against the interpreter. Returns the families of its kernels."""
-    inputs = random_inputs(graph, **given)
+    inputs = random_inputs(graph, **given) if inputs is None else inputs
     program = program_of(graph)
     got = run_program(program, inputs, lambda key: pytest.fail(f"no weight {key}"), arch)
     expected = interpret(graph, {k: v.copy() for k, v in inputs.items()})
@@ -271,52 +271,24 @@ def test_linear_layer_with_two_leading_axes(bound, monkeypatch):
     assert check(linear_graph(f32, bound, 20, 24, "bias_residual", lead=(2,))) == ["matmul"]
 
 
-def ragged(seq_lens, new):
-    """Metadata of rows with `new` tokens each, out of `seq_lens`, in shuffled slots."""
-    start = np.concatenate([[0], np.cumsum(new)])
-    position = [p for length, n in zip(seq_lens, new, strict=True) for p in range(length - n, length)]
-    return {
-        "positions": np.array(position, np.int32),
-        "rows": np.repeat(np.arange(len(new)), new).astype(np.int32),
-        "query_start": start.astype(np.int32),
-        "seq_lens": np.array(seq_lens, np.int32),
-        "kv_index": np.array([4, 0, 5, 2], np.int32)[: len(new)],
-    }
-
-
-def attention_graph(dtype, heads, kv_heads, d, window, decode, context=80, rope=False):
-    tokens, rows = symbol("rows" if decode else "tokens"), symbol("rows")
-    dims = (Dim("rows", 1, 6), Dim("slots", 1, 9), *(() if decode else (Dim("tokens", 1, 96),)))
-    b = Builder(f"attention_{heads}_{kv_heads}_{d}", dims)
-    cache = b.input("kv", TensorType(dtype, (symbol("slots"), 2, kv_heads, context, d)))
-    q = b.input("q", TensorType(dtype, (tokens, heads, d)))
-    k, v = (b.input(n, TensorType(dtype, (tokens, kv_heads, d))) for n in "kv"[:1] + "w")
-    positions, owners = (b.input(n, TensorType(i32, (tokens,))) for n in ("positions", "rows"))
-    query_start = b.input("query_start", TensorType(i32, (rows + 1,)))
-    seq_lens, index = (b.input(n, TensorType(i32, (rows,))) for n in ("seq_lens", "kv_index"))
-    if rope:
-        cos, sin = (b.input(n, TensorType(dtype, (tokens, d))) for n in ("cos", "sin"))
-        k = b.emit("rope", k, cos, sin)
-    cache = b.emit("kv_append", cache, k, v, positions, owners, index, attrs=KVAttrs())
-    attrs = AttentionAttrs("static", d**-0.5, window)
-    out = b.emit("attention", q, cache, query_start, seq_lens, index, attrs=attrs)
-    return b.finish({"out": out, "kv": cache}, (("kv", "kv"),))
-
-
+@pytest.mark.parametrize("page_size", [None, 16, 64])
 @pytest.mark.parametrize("dtype", [f32, bf16])
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "window"), [(9, 3, 64, None), (4, 4, 24, 5), (6, 1, 16, 70)])
-def test_attention_of_one_token_a_row(dtype, heads, kv_heads, d, window):
+def test_attention_of_one_token_a_row(dtype, heads, kv_heads, d, window, page_size):
     graph = attention_graph(dtype, heads, kv_heads, d, window, decode=True, rope=True)
-    assert check(graph, **ragged([1, 79, 64, 7], [1, 1, 1, 1])) == ["attention_decode"]
+    inputs = random_inputs(graph, **ragged([1, 79, 64, 7], [1, 1, 1, 1]))
+    assert check(*page_up(graph, inputs, page_size)) == ["attention_decode"]
 
 
+@pytest.mark.parametrize("page_size", [None, 16, 64])
 @pytest.mark.parametrize("dtype", [f32, bf16])
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "window"), [(9, 3, 24, None), (4, 4, 16, 5), (2, 1, 48, 33)])
-def test_attention_of_ragged_rows(dtype, heads, kv_heads, d, window, monkeypatch):
+def test_attention_of_ragged_rows(dtype, heads, kv_heads, d, window, page_size, monkeypatch):
     """Rows longer than a tile of queries, rows of one token, and one without any."""
     monkeypatch.setitem(SIZES, "tokens", 80)
     graph = attention_graph(dtype, heads, kv_heads, d, window, decode=False)
-    check(graph, **ragged([70, 6, 80, 9], [70, 0, 1, 9]))
+    inputs = random_inputs(graph, **ragged([70, 6, 80, 9], [70, 0, 1, 9]))
+    check(*page_up(graph, inputs, page_size))
 
 
 def test_what_has_no_template_is_refused():

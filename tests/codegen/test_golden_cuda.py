@@ -38,7 +38,7 @@ def test_sources(graph, name, arch, update_golden):
     kind, _, size = name.partition("_")
     made = decode(graph, int(size)) if kind == "decode" else extend(graph, int(size), 4)
     program = make_program(made, TEMPLATES)
-    sources = render_program(program, arch, dim_order([program]), 1 << 20)
+    sources = render_program(program, arch, dim_order([program]), {"state": 1 << 20, "static": 1 << 20})
     text, seen = "", set()
     for call in program.calls():
         source = sources[call.kernel]

@@ -1,5 +1,5 @@
-// Attention of a whole step: flat tokens of many sequences over a static cache, laid out
-// [slots][... 2][kv_heads][context][head_dim] with a stride between slots.
+// Attention of a whole step: flat tokens of many sequences over a cache, laid out
+// [blocks][... 2][kv_heads][block_tokens][head_dim] with a stride between blocks.
 #pragma once
 #include <math.h>
 
@@ -10,7 +10,7 @@ namespace aotc {
 
 // The batch: row r owns flat tokens query_start[r] .. query_start[r + 1] and has seq_lens[r] positions in the cache.
 struct AttentionRows {
-  const int32_t *query_start, *seq_lens, *slots;
+  const int32_t *query_start, *seq_lens;
   int count;
 };
 
@@ -24,16 +24,17 @@ static inline void attention_plain(const T* q, const KvCache<T>& cache, const At
       const int position = rows.seq_lens[r] - rows.query_start[r + 1] + t;
       for (int h = 0; h < o.heads; h++) {
         if ((t * o.heads + h) % nthreads != tid) continue;
-        const T *k = cache.keys(rows.slots[r], h / group), *v = cache.values(rows.slots[r], h / group);
         const T* query = q + ((long)t * o.heads + h) * HD;
         float top = no_score, total = 0, out[HD] = {};
         for (int p = first_visible(position, o.window); p <= position; p++) {
+          const long place = cache.place(r, h / group, p);
+          const T *k = cache.k + place, *v = cache.v + place;
           float score = 0;
-          for (int d = 0; d < HD; d++) score += to_f32(query[d]) * to_f32(k[p * cache.row_stride + d]);
+          for (int d = 0; d < HD; d++) score += to_f32(query[d]) * to_f32(k[d]);
           score *= o.scale;
           const float higher = score > top ? score : top, shrink = expf(top - higher), weight = expf(score - higher);
           total = total * shrink + weight;
-          for (int d = 0; d < HD; d++) out[d] = out[d] * shrink + weight * to_f32(v[p * cache.row_stride + d]);
+          for (int d = 0; d < HD; d++) out[d] = out[d] * shrink + weight * to_f32(v[d]);
           top = higher;
         }
         for (int d = 0; d < HD; d++) y[((long)t * o.heads + h) * HD + d] = from_f32<T>(out[d] / total);
@@ -59,13 +60,13 @@ static inline void attention_batch(const T* q, const KvCache<T>& cache, const At
     if (rows.query_start[rows.count] == rows.count) {  // one new token a row
       int* positions = (int*)(scratch + tables);
       for (int r = 0; r < rows.count; r++) positions[r] = rows.seq_lens[r] - 1;
-      attention_decode<HD, T>(q, stride, cache, rows.slots, positions, rows.count, o, y, stride, tid, nthreads);
+      attention_decode<HD, T>(q, stride, cache, positions, rows.count, o, y, stride, tid, nthreads);
       return;
     }
     ExtendSpan* spans = (ExtendSpan*)(scratch + tables);
     for (int r = 0; r < rows.count; r++) {
       const int first = rows.query_start[r], n = rows.query_start[r + 1] - first;
-      spans[r] = {rows.slots[r], first, n, rows.seq_lens[r] - n};
+      spans[r] = {r, first, n, rows.seq_lens[r] - n};
     }
     attention_extend<HD, T>(q, stride, cache, spans, rows.count, o, y, stride, scratch, tid, nthreads);
   }

@@ -118,7 +118,8 @@ AOTC_INLINE void decode_values(const T* v, long row_stride, int count, const flo
 
 // G query heads that share one kv head, positions [first, last).
 template <int HD, int G, class T>
-static inline void decode_group(const T* q, const T* k, const T* v, long row_stride, int first, int last, float scale, T* y) {
+static inline void decode_group(const T* q, const KvCache<T>& cache, int row, int kv_head, int first, int last, float scale, T* y) {
+  const long row_stride = cache.row_stride;
   alignas(64) float query[G * HD], out[G * HD] = {};
   alignas(64) float scores[G][decode_block];
   float running_max[G], total[G] = {}, shrink[G];
@@ -128,14 +129,15 @@ static inline void decode_group(const T* q, const T* k, const T* v, long row_str
     load_head<HD>(q + g * HD, head);
     for (int i = 0; i < HD / 16; i++) store(query + g * HD + 16 * i, head[i]);
   }
-  for (int p = first; p < last; p += decode_block) {
-    int count = min_i(decode_block, last - p);
-    decode_scores<HD, G>(query, k + p * row_stride, row_stride, count, scores);
+  for (int p = first, count; p < last; p += count) {
+    count = min_i(min_i(decode_block, last - p), cache.run(p));
+    const long place = cache.place(row, kv_head, p);
+    decode_scores<HD, G>(query, cache.k + place, row_stride, count, scores);
     for (int g = 0; g < G; g++) {
       float sum = decode_softmax(scores[g], count, scale * log2_e, running_max[g], shrink[g]);
       total[g] = total[g] * shrink[g] + sum;
     }
-    decode_values<HD, G>(v + p * row_stride, row_stride, count, scores, shrink, out);
+    decode_values<HD, G>(cache.v + place, row_stride, count, scores, shrink, out);
   }
   for (int g = 0; g < G; g++) {
     f32x16 inverse = splat(1.0f / total[g]);
@@ -146,12 +148,12 @@ static inline void decode_group(const T* q, const T* k, const T* v, long row_str
   }
 }
 
-// y[r] = attention of row r's token over positions [first_visible, positions[r]] of its slot, for q and y
+// y[r] = attention of row r's token over positions [first_visible, positions[r]] of it, for q and y
 // [rows, heads * HD] (row strides ldq, ldy). The new token's K and V must be in the cache already. Work is split over
 // (row, head) by the number of positions, so that a thread may take part of a group.
 template <int HD, class T>
-static inline void attention_decode(const T* q, long ldq, const KvCache<T>& cache, const int* slots, const int* positions,
-                                    int rows, const AttentionOptions& o, T* y, long ldy, int tid, int nthreads) {
+static inline void attention_decode(const T* q, long ldq, const KvCache<T>& cache, const int* positions, int rows,
+                                    const AttentionOptions& o, T* y, long ldy, int tid, int nthreads) {
   static_assert(HD % 32 == 0, "head_dim must be a multiple of 32");
   int group = o.heads / cache.kv_heads;
   long total = 0, seen = 0;
@@ -165,12 +167,12 @@ static inline void attention_decode(const T* q, long ldq, const KvCache<T>& cach
     seen += (long)cost * o.heads;
     while (h < end) {
       int kv = h / group, n = min_i(min_i(end, (kv + 1) * group) - h, decode_heads);
-      const T *k = cache.keys(slots[r], kv), *v = cache.values(slots[r], kv), *qh = q + r * ldq + h * HD;
+      const T* qh = q + r * ldq + h * HD;
       T* yh = y + r * ldy + h * HD;
-      if (n == 4) decode_group<HD, 4>(qh, k, v, cache.row_stride, first, last, o.scale, yh);
-      else if (n == 3) decode_group<HD, 3>(qh, k, v, cache.row_stride, first, last, o.scale, yh);
-      else if (n == 2) decode_group<HD, 2>(qh, k, v, cache.row_stride, first, last, o.scale, yh);
-      else decode_group<HD, 1>(qh, k, v, cache.row_stride, first, last, o.scale, yh);
+      if (n == 4) decode_group<HD, 4>(qh, cache, r, kv, first, last, o.scale, yh);
+      else if (n == 3) decode_group<HD, 3>(qh, cache, r, kv, first, last, o.scale, yh);
+      else if (n == 2) decode_group<HD, 2>(qh, cache, r, kv, first, last, o.scale, yh);
+      else decode_group<HD, 1>(qh, cache, r, kv, first, last, o.scale, yh);
       h += n;
     }
   }

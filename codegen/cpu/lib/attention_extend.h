@@ -9,8 +9,8 @@
 namespace aotc {
 
 // A run of new tokens of one sequence: rows [row, row + count) of q and y, at positions [position, position + count) of
-// `slot`, whose K and V must be in the cache already.
-struct ExtendSpan { int slot, row, count, position; };
+// row `sequence` of the cache, whose K and V must be in there already.
+struct ExtendSpan { int sequence, row, count, position; };
 
 static constexpr int extend_block = 64;     // positions a block
 static constexpr int extend_columns = 128;  // most (token, head of the group) queries a work item
@@ -99,13 +99,16 @@ static inline void store_weights(float* w, f32x16 even, f32x16 odd) {
   store(w + 16, odd);
 }
 
-// Scores of one tile pair to weights; see decode_softmax. Writes the factors by which earlier sums shrink.
+// Scores of one tile pair to weights; see decode_softmax. Writes the factors by which earlier sums shrink. Masked: only
+// the first `count` of the rows are keys, and not every query sees them.
 template <bool Masked, class C>
-AOTC_INLINE void extend_softmax(float* scores, int rows, int position, const float* first, const float* last, float scale_log2,
+AOTC_INLINE void extend_softmax(float* scores, int rows, int count, int position, const float* first, const float* last, float scale_log2,
                                 float* running_max, float* total, float (&shrink)[32], C* weights) {
   for (int t = 0; t < 2; t++) {
     float* s = scores + 16 * t;
     f32x16 lo = load(first + 16 * t), hi = load(last + 16 * t), old = load(running_max + 16 * t), top = old;
+    const f32x16 newest = splat((float)(position + count - 1));
+    hi = where_le(hi, newest, hi, newest);
     for (int p = 0; p < rows; p++) {
       f32x16 v = load(s + 32 * p);
       if (Masked) {
@@ -133,9 +136,11 @@ AOTC_INLINE void extend_softmax(float* scores, int rows, int position, const flo
 // One work item: queries [begin, end) of a span's count * group, numbered token by token, of one kv head.
 template <int HD, class T> struct ExtendItem {
   using C = typename Compute<T>::type;
-  const T *q, *k, *v;
+  const T* q;
+  const KvCache<T>& cache;
+  int sequence, kv_head;
   T* y;
-  long ldq, ldy, row_stride;  // q and y at the span's first row and the group's first head
+  long ldq, ldy;  // q and y at the span's first row and the group's first head
   int group, position, begin, end;
   AttentionOptions options;
 
@@ -162,24 +167,26 @@ template <int HD, class T> struct ExtendItem {
 
   void block(ExtendScratch<HD, T>& s, int tiles, int p0, int count) const {
     int rows = (int)round_up(count, 32);
+    const long place = cache.place(sequence, kv_head, p0), row_stride = cache.row_stride;
+    const T *k = cache.k + place, *v = cache.v + place;
     const C* keys = s.keys;
     long key_stride = HD;
     if constexpr (same_type<C, T>::value) {
-      if (rows == count) { keys = k + p0 * row_stride; key_stride = row_stride; }
+      if (rows == count) { keys = k; key_stride = row_stride; }
     }
     if (keys == s.keys) {
-      for (int p = 0; p < count; p++) convert_row<HD>(k + (p0 + p) * row_stride, s.keys + p * HD);
+      for (int p = 0; p < count; p++) convert_row<HD>(k + p * row_stride, s.keys + p * HD);
       memset(s.keys + count * HD, 0, (rows - count) * HD * sizeof(C));
     }
-    transpose_values<HD>(v + p0 * row_stride, row_stride, count, s.product, s.values);
+    transpose_values<HD>(v, row_stride, count, s.product, s.values);
     for (int t = 0; t < tiles; t += 2) {
       const C* b = s.queries + t * 16 * HD;
       multiply32(keys, key_stride, rows, b, b + 16 * HD, HD, s.scores);
       float shrink[32];
       float *first = s.first + 16 * t, *last = s.last + 16 * t;
-      bool masked = p0 + rows - 1 > last[0] || p0 < first[31];  // queries are in order of their positions
-      if (masked) extend_softmax<true>(s.scores, rows, p0, first, last, options.scale * log2_e, s.running_max + 16 * t, s.total + 16 * t, shrink, s.weights);
-      else extend_softmax<false>(s.scores, rows, p0, first, last, options.scale * log2_e, s.running_max + 16 * t, s.total + 16 * t, shrink, s.weights);
+      bool masked = p0 + rows - 1 > last[0] || p0 < first[31] || rows != count;  // queries are in order of their positions
+      if (masked) extend_softmax<true>(s.scores, rows, count, p0, first, last, options.scale * log2_e, s.running_max + 16 * t, s.total + 16 * t, shrink, s.weights);
+      else extend_softmax<false>(s.scores, rows, count, p0, first, last, options.scale * log2_e, s.running_max + 16 * t, s.total + 16 * t, shrink, s.weights);
       multiply32(s.values, (long)extend_block, HD, s.weights, s.weights + extend_block * 16, rows, s.product);
       f32x16 a = load(shrink), c = load(shrink + 16);
       float* out = s.output + t * 16 * HD;
@@ -207,7 +214,10 @@ template <int HD, class T> struct ExtendItem {
   void run(ExtendScratch<HD, T>& s) const {
     int tiles = (int)round_up(end - begin, 32) / 16, stop = end_position();
     pack_queries(s, tiles);
-    for (int p = first_position(); p < stop; p += extend_block) block(s, tiles, p, min_i(extend_block, stop - p));
+    for (int p = first_position(), count; p < stop; p += count) {
+      count = min_i(min_i(extend_block, stop - p), cache.run(p));
+      block(s, tiles, p, count);
+    }
     write(s, tiles);
   }
 };
@@ -236,8 +246,8 @@ static inline void attention_extend(const T* q, long ldq, const KvCache<T>& cach
       for (int kv = 0; kv < cache.kv_heads; kv++) {
         for (int begin = 0; begin < span.count * group; begin += columns) {
           long head = (long)kv * group * HD;
-          ExtendItem<HD, T> item = {q + span.row * ldq + head, cache.keys(span.slot, kv), cache.values(span.slot, kv),
-                                    y + span.row * ldy + head, ldq, ldy, cache.row_stride, group, span.position, begin,
+          ExtendItem<HD, T> item = {q + span.row * ldq + head, cache, span.sequence, kv,
+                                    y + span.row * ldy + head, ldq, ldy, group, span.position, begin,
                                     min_i(begin + columns, span.count * group), o};
           long cost = item.end_position() - item.first_position() + extend_block;
           if (pass == 0) total += cost;

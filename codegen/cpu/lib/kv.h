@@ -4,15 +4,21 @@
 
 namespace aotc {
 
-// K and V of one layer: element (slot, kv head, position, d) at slot * slot_stride + head * head_stride +
-// position * row_stride + d, in elements of T. K and V share the strides.
+// K and V of one layer, in blocks of `block_tokens` positions: pages, or one block for all that a sequence may have.
+// Position p of a row lies in block table[row * blocks + p / block_tokens]; element (block, kv head, p, d) is at block *
+// block_stride + head * head_stride + p % block_tokens * row_stride + d, in elements of T. K and V share the strides.
 template <class T> struct KvCache {
   const T* k;
   const T* v;
-  long slot_stride, head_stride, row_stride;
+  const int* table;
+  int blocks, block_tokens;
+  long block_stride, head_stride, row_stride;
   int kv_heads;
-  const T* keys(int slot, int head) const { return k + slot * slot_stride + head * head_stride; }
-  const T* values(int slot, int head) const { return v + slot * slot_stride + head * head_stride; }
+  // Where a position of a row begins, and how many positions lie one after the other from there on.
+  long place(int row, int head, int position) const {
+    return table[row * blocks + position / block_tokens] * block_stride + head * head_stride + position % block_tokens * row_stride;
+  }
+  int run(int position) const { return block_tokens - position % block_tokens; }
 };
 
 struct AttentionOptions {
