@@ -3,32 +3,52 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from aotc.codegen.cuda import schedule
-from aotc.codegen.cuda.frame import SYNTAX, Frame, Source, only, require_static, slot_stride
+from aotc.codegen.cuda.frame import SYNTAX, Frame, Source, only, slot_stride
 from aotc.codegen.cuda.nest import power_of_two
 from aotc.codegen.cuda.syntax import STORAGE
 from aotc.codegen.loops import to_primitives
 from aotc.ir.dtypes import f32
+from aotc.ir.graph import Value
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What templates must know of a layer's cache to address it, see cache.j2. A block is a page, or a sequence where
+    `pages` (entries of a row of the block table) is 0. `stride` and `values` (from a key to its value) are elements."""
+
+    kv: str
+    index: str
+    pages: int
+    tokens: int
+    d: int
+    stride: int
+    values: int
+
+
+def cache_of(frame: Frame, kv: Value, index: Value) -> Cache:
+    _, _, heads, tokens, d = (frame.upper(s) for s in kv.type.shape)
+    pages = frame.upper(index.type.shape[1]) if index.type.rank == 2 else 0
+    return Cache(frame.pointers[kv], frame.pointers[index], pages, tokens, d, slot_stride(frame, kv), heads * tokens * d)
 
 
 def kv_append(frame: Frame) -> Source:
     body = to_primitives(frame.body)
     node = only(body, "kv_append")
-    require_static(node)
     kv, k, v, positions, rows, index = node.inputs
     nest = frame.nest(body, wide=False)
     tokens, heads, d = k.type.shape
-    context = kv.type.shape[3]
+    tokens_a_block = kv.type.shape[3]
     nest.scopes[0].variables |= {"t", "h", "place"}
     c = nest.block(SYNTAX.size(d))
-    for value, start in ((k, "place"), (v, f"place + {heads * context * d}")):
+    for value, start in ((k, "place"), (v, f"place + {heads * tokens_a_block * d}")):
         name = nest.emit(value, ("t", "h", c))
-        nest.line(nest.syntax.store(frame.pointers[kv], kv.type.dtype, f"({start} + {c})", name, nest.mask(c)))
+        nest.line(nest.syntax.store("keys", kv.type.dtype, f"({start} + {c})", name, nest.mask(c)))
     return frame.source(
-        "kv_append", (tokens, heads, 1), 1, tokens=SYNTAX.size(tokens), d=d, context=context,
-        slot_stride=slot_stride(frame, kv), positions=frame.pointers[positions], rows=frame.pointers[rows],
-        index=frame.pointers[index], lines=nest.scopes[0].lines,
+        "kv_append", (tokens, heads, 1), 1, tokens=SYNTAX.size(tokens), cache=cache_of(frame, kv, index),
+        positions=frame.pointers[positions], owners=frame.pointers[rows], lines=nest.scopes[0].lines,
     )  # fmt: skip
 
 
@@ -36,11 +56,10 @@ def attention_decode(frame: Frame) -> Source:
     """One new token a row: its keys and values go into the cache, and its queries see them and all older ones."""
     body = to_primitives(frame.body)
     node, append = only(body, "attention"), only(body, "kv_append")
-    require_static(node)
     query, seq_lens, index = node.inputs[0], node.inputs[3], node.inputs[4]
     kv, k, v = append.inputs[:3]
     rows, heads, d = (frame.upper(s) for s in query.type.shape)
-    kv_heads, context = (frame.upper(s) for s in kv.type.shape[2:4])
+    kv_heads = frame.upper(kv.type.shape[2])
     group = heads // kv_heads
     splits, tile = schedule.attention_decode(rows, kv_heads, group, d, kv.type.dtype)
     nest = frame.nest(body, wide=False)
@@ -54,33 +73,32 @@ def attention_decode(frame: Frame) -> Source:
     return frame.source(
         "attention_decode", (query.type.shape[0], kv_heads, splits), tile.num_warps, tile.num_stages,
         scratch_bytes=partial, counter_bytes=0 if splits == 1 else query.type.shape[0] * (kv_heads * 4),
-        kv=frame.pointers[kv], seq_lens=frame.pointers[seq_lens], index=frame.pointers[index],
+        cache=cache_of(frame, kv, index), seq_lens=frame.pointers[seq_lens],
         out=frame.pointers[frame.body.outputs[0]], rows=SYNTAX.size(query.type.shape[0]), max_rows=rows, heads=heads,
-        kv_heads=kv_heads, group=group, context=context, d=d, splits=splits, lanes=power_of_two(group), tile=tile, names=names,
+        kv_heads=kv_heads, group=group, d=d, splits=splits, lanes=power_of_two(group), tile=tile, names=names,
         window=node.attrs.window or 0, scale=SYNTAX.literal(node.attrs.scale * math.log2(math.e), f32),
-        storage=STORAGE[kv.type.dtype.name], slot_stride=slot_stride(frame, kv), lines=nest.scopes[0].lines,
+        storage=STORAGE[kv.type.dtype.name], lines=nest.scopes[0].lines,
     )  # fmt: skip
 
 
 def attention(frame: Frame) -> Source:
     node = only(frame.body, "attention")
-    require_static(node)
-    q, kv, query_start, seq_lens, index = (frame.pointers[v] for v in node.inputs)
+    q, _, query_start, seq_lens, _ = (frame.pointers[v] for v in node.inputs)
     cache = node.inputs[1].type
     tokens = node.inputs[0].type.shape[0]
     heads, d = (frame.upper(s) for s in node.inputs[0].type.shape[1:])
-    kv_heads, context = (frame.upper(s) for s in cache.shape[2:4])
+    kv_heads = frame.upper(cache.shape[2])
     rows = node.inputs[3].type.shape[0]
     group = heads // kv_heads
     queries, tile = schedule.attention(group, d, cache.dtype, decode=tokens == rows)
     tiles = (tokens + rows * (queries - 1)) // queries
     return frame.source(
-        "attention", (tiles, kv_heads, 1), tile.num_warps, tile.num_stages, q=q, kv=kv, query_start=query_start,
-        seq_lens=seq_lens, index=index,
+        "attention", (tiles, kv_heads, 1), tile.num_warps, tile.num_stages, q=q, query_start=query_start,
+        seq_lens=seq_lens, cache=cache_of(frame, node.inputs[1], node.inputs[4]),
         out=frame.pointers[node.out], rows=SYNTAX.size(rows), max_rows=power_of_two(frame.upper(rows)), heads=heads,
-        kv_heads=kv_heads, group=group, context=context, d=d, queries=queries, tile=tile,
+        kv_heads=kv_heads, group=group, d=d, queries=queries, tile=tile,
         window=node.attrs.window or 0, scale=SYNTAX.literal(node.attrs.scale * math.log2(math.e), f32),
-        storage=STORAGE[cache.dtype.name], slot_stride=slot_stride(frame, node.inputs[1]),
+        storage=STORAGE[cache.dtype.name],
     )  # fmt: skip
 
 

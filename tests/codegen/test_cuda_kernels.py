@@ -271,8 +271,7 @@ def test_linear_layer_with_two_leading_axes(bound, monkeypatch):
     assert check(linear_graph(f32, bound, 20, 24, "bias_residual", lead=(2,))) == ["matmul"]
 
 
-@pytest.mark.parametrize("page_size", [None, 16, 64])
-@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize(("dtype", "page_size"), [(f32, None), (bf16, None), (f32, 16), (bf16, 64)])
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "window"), [(9, 3, 64, None), (4, 4, 24, 5), (6, 1, 16, 70)])
 def test_attention_of_one_token_a_row(dtype, heads, kv_heads, d, window, page_size):
     graph = attention_graph(dtype, heads, kv_heads, d, window, decode=True, rope=True)
@@ -280,8 +279,7 @@ def test_attention_of_one_token_a_row(dtype, heads, kv_heads, d, window, page_si
     assert check(*page_up(graph, inputs, page_size)) == ["attention_decode"]
 
 
-@pytest.mark.parametrize("page_size", [None, 16, 64])
-@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize(("dtype", "page_size"), [(f32, None), (bf16, None), (f32, 16), (bf16, 64)])
 @pytest.mark.parametrize(("heads", "kv_heads", "d", "window"), [(9, 3, 24, None), (4, 4, 16, 5), (2, 1, 48, 33)])
 def test_attention_of_ragged_rows(dtype, heads, kv_heads, d, window, page_size, monkeypatch):
     """Rows longer than a tile of queries, rows of one token, and one without any."""
