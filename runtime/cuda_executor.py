@@ -15,11 +15,11 @@ from aotc.errors import AotcError, DeviceError
 from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
 from aotc.runtime.devices.cuda_weights import CudaWeights
-from aotc.runtime.executor import DeviceExecutor, StepOutputs
-from aotc.runtime.memory import LOGPROBS, Memory, decoder_memory
+from aotc.runtime.executor import STANDARD, CacheOptions, DeviceExecutor, StepOutputs
+from aotc.runtime.memory import LOGPROBS, Memory, decoder_memory, dims_bytes
 from aotc.runtime.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from aotc.runtime.sequence import Row, Sequence
-from aotc.runtime.step_inputs import StepInputs, layout
+from aotc.runtime.step_inputs import StepInputs
 
 _MAX_BANS = 2 * MAX_STOP_TOKEN_IDS  # stop ids, and the model's own ends
 _ADVICE = "serve fewer sequences with --max-num-seqs, or compile with a smaller --max-model-len"
@@ -40,9 +40,12 @@ class CudaExecutor(DeviceExecutor):
     builds the others. Raises DeviceError, before anything is copied, where the GPU has too little memory.
     """
 
-    def __init__(self, artifact: Artifact, max_num_seqs: int, device: CudaDevice) -> None:
+    def __init__(
+        self, artifact: Artifact, max_num_seqs: int, device: CudaDevice, cache: CacheOptions = STANDARD
+    ) -> None:
         try:
-            super().__init__(artifact, device.target_of(artifact), max_num_seqs)
+            device.enter()
+            super().__init__(artifact, device.target_of(artifact), max_num_seqs, cache, device.free_bytes)
             self.device, self._kernels = device, CudaKernels(device, artifact)
             self._background: threading.Thread | None = None
             device.enter()
@@ -57,11 +60,12 @@ class CudaExecutor(DeviceExecutor):
 
     def _allocate(self) -> None:
         device, slots, rows = self.device, self.max_num_seqs, self.model.max_rows
-        memory = decoder_memory(self.artifact.manifest, self.target, slots)
+        memory = decoder_memory(self.artifact.manifest, self.target, self.cache)
         device.require(memory.total, self.artifact, _ADVICE)
         self._weights = CudaWeights(self.artifact, self.target, device)
         self._arena = device.allocate(memory.arena)
         self._state = device.allocate(memory.state)
+        self._kv = device.allocate(memory.kv_cache)
         self._counters = device.allocate(memory.scratch)
         self._step = device.allocate(memory.step)
         self._logits = device.allocate(rows * self.vocab_size * 4)
@@ -72,13 +76,12 @@ class CudaExecutor(DeviceExecutor):
         sizes = (memory.step, results, 4 * self.max_model_len, slots * 8 * MAX_LOGIT_BIAS, slots * 4 * _MAX_BANS)
         places = np.cumsum([0, *(-(-n // 64) * 64 for n in sizes)])
         block = device.pinned(int(places[-1]))
-        self._memory = decoder_memory(self.artifact.manifest, self.target, slots, block.nbytes)
+        self._memory = decoder_memory(self.artifact.manifest, self.target, self.cache, block.nbytes)
         step, host, prompt, bias, bans = (block[p : p + n] for p, n in zip(places, sizes, strict=False))
         self._host_step, self._host_results, self._prompt = step, host, prompt.view(np.int32)
         self._bias, self._bans = bias.reshape(slots, 2, -1), bans.reshape(slots, -1)
-        _, self._dims_at = layout(self.max_num_batched_tokens, rows)
-        self.inputs = StepInputs(step, self.max_num_batched_tokens, rows)
-        self._dims = step[self._dims_at :].view(np.int32)
+        dims = dims_bytes(self.target) // 4
+        self.inputs = StepInputs(step, self.max_num_batched_tokens, rows, dims, self.cache.max_pages)
         token, logprobs, ids = np.split(host, [rows * 4, rows * 4 * (1 + LOGPROBS)])
         self.outputs = StepOutputs(
             token.view(np.int32), logprobs.view(np.float32).reshape(rows, LOGPROBS),
@@ -122,14 +125,14 @@ class CudaExecutor(DeviceExecutor):
             self._background.join()
         with self._loading:
             self._loaded.clear()
-            self._host_step = self._host_results = self._prompt = self._bias = self._bans = self._dims = np.zeros(0)
+            self._host_step = self._host_results = self._prompt = self._bias = self._bans = np.zeros(0)
             self.device.close()
 
     def start(self, sequence: Sequence) -> None:
         self.require_open()
         self.device.enter()
-        slot, count = sequence.slot, sequence.prompt_len
-        self._prompt[:count] = sequence.request.prompt_token_ids
+        slot, count = sequence.slot, len(sequence.tokens)
+        self._prompt[:count] = sequence.tokens
         if sequence.bias:
             ids, values = (self._bias[slot, n].view(d) for n, d in enumerate((np.int32, np.float32)))
             size = len(sequence.bias[0])
@@ -150,10 +153,10 @@ class CudaExecutor(DeviceExecutor):
         device.enter()
         device.steps += 1
         for n, name in enumerate(self.target.dims):
-            self._dims[n] = dims[name]
+            self.inputs.dims[n] = dims[name]
         everything = any(r.sequence.request.params.logprobs is not None for r in rows)
         try:
-            device.upload(self._step, self._host_step)
+            device.upload(self._step, self.inputs.used(len(rows)))
             program.launch()
             device.download(self._host_results if everything else self._host_results[: 4 * len(rows)], self._results)
             device.synchronize()
@@ -164,7 +167,7 @@ class CudaExecutor(DeviceExecutor):
         self.device.enter()
         rows = self.model.max_rows
         bases = {
-            "arena": self._arena, "state": self._state, "counters": self._counters, "dims": self._step + self._dims_at,
+            "arena": self._arena, "state": self._state, "kv": self._kv, "counters": self._counters,
             "logits": self._logits, "token": self._results, "logprobs": self._results + 4 * rows,
             "logprob_ids": self._results + 4 * rows * (1 + LOGPROBS),
         }  # fmt: skip

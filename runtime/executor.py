@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,13 +16,30 @@ from aotc.artifact.reader import Artifact
 from aotc.errors import ArtifactError, RequestError
 from aotc.runtime.devices.cpu import CpuLibrary, CpuProgram, allocate
 from aotc.runtime.devices.opening import choose_device
-from aotc.runtime.memory import CLOSED, LOGPROBS, Memory, weight_bytes
+from aotc.runtime.kv_cache import CachePlan, choose_cache, parse_bytes, plan_cache
+from aotc.runtime.memory import CLOSED, LOGPROBS, Memory, decoder_memory, weight_bytes
 from aotc.runtime.sampling import fill_row
 from aotc.runtime.sequence import Row, Sequence
 from aotc.runtime.step_inputs import StepInputs, layout
 
 if TYPE_CHECKING:
     from aotc.runtime.devices.opening import Opening
+
+SHARE = 0.8  # of free memory that a cache of pages may take with all else, where nobody says how much
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What the user chose: a layout of the KV cache (None: the usual one), and its bytes (None: enough for all sequences
+    at their longest, within SHARE of the free memory)."""
+
+    layout: str | None = None
+    memory: int | str | None = None
+    usual: str = "static"
+
+
+STANDARD = CacheOptions()
+
 
 @dataclass(frozen=True)
 class StepOutputs:
@@ -39,17 +58,29 @@ class DeviceExecutor(ABC):
     outputs: StepOutputs
     closed = False
 
-    def __init__(self, artifact: Artifact, target: TargetEntry, max_num_seqs: int) -> None:
+    def __init__(
+        self, artifact: Artifact, target: TargetEntry, max_num_seqs: int, cache: CacheOptions, free: Callable[[], int]
+    ) -> None:
+        """`free` says how much memory the device has for this model."""
         manifest = artifact.manifest
         if manifest.state is None:
             raise ArtifactError(f"{artifact.path} is no language model")
         self.artifact, self.model, self.target = artifact, manifest.model, target
-        self.max_num_seqs = min(max_num_seqs, self.model.max_rows)
+        kind = choose_cache(manifest, cache.layout, cache.usual)
+        seqs, length = min(max_num_seqs, self.model.max_rows), self.model.max_model_len
+        budget = None
+        if kind.layout == "paged" and cache.memory is None:
+            least = decoder_memory(manifest, target, CachePlan(kind, 0, seqs, -(-length // kind.block_tokens))).total
+            budget = max(int(SHARE * free()) - least, 0)
+        self.cache = plan_cache(kind, seqs, length, parse_bytes(cache.memory), budget)
+        self.max_num_seqs, self.page_size = self.cache.seqs, self.cache.page_size
+        self.num_pages = self.cache.blocks if self.page_size else 0
         self.max_num_batched_tokens, self.max_model_len = self.model.max_tokens, self.model.max_model_len
         self.vocab_size = self.model.vocab_size
         self.slot_bytes = manifest.state.slot_bytes
         self._history = next(f.offset for f in manifest.state.fields if f.name == "history")
-        self._entries = sorted(target.programs, key=lambda p: (p.kind, p.bucket))
+        of_layout = [p for p in target.programs if p.kv_layout == kind.layout]
+        self._entries = sorted(of_layout, key=lambda p: (p.kind, p.bucket))
         self._loaded: dict[str, Any] = {}
         self._loading = threading.RLock()
         self.startup: dict[str, float] = {}  # seconds of what was done side by side
@@ -61,7 +92,7 @@ class DeviceExecutor(ABC):
 
     @abstractmethod
     def start(self, sequence: Sequence) -> None:
-        """Writes the prompt into the slot's history, which penalties look at."""
+        """Writes the tokens known so far into the slot's history, which penalties look at."""
 
     @abstractmethod
     def _load(self, entry: ProgramEntry) -> Any:
@@ -107,7 +138,7 @@ class DeviceExecutor(ABC):
         """Runs one step. Results are indexed by row."""
         self.require_open()
         tokens = self._fill(rows)
-        dims = {"tokens": tokens, "rows": len(rows), "slots": self.max_num_seqs}
+        dims = {"tokens": tokens, "rows": len(rows), "slots": self.max_num_seqs, "pages": self.num_pages}
         self._run(self.program("decode" if tokens == len(rows) else "extend", tokens), dims, rows)
         return self.outputs
 
@@ -121,8 +152,11 @@ class DeviceExecutor(ABC):
             s.query_start[r + 1] = stop
             s.seq_lens[r] = start + count
             s.kv_index[r] = sequence.slot
-            # A row in the middle of its prompt samples too; its token is dropped, and overwritten in the history.
-            length = start + count if samples else sequence.prompt_len
+            if self.page_size:
+                assert sequence.pages is not None
+                s.block_table[r, : sequence.pages.count] = sequence.pages.ids[: sequence.pages.count]
+            # A row in the middle of its tokens samples too; its token is dropped, and overwritten in the history.
+            length = start + count if samples else len(sequence.tokens)
             _fill_sampler(s.sampler[r], sequence, length)
             at = stop
         return at
@@ -131,15 +165,16 @@ class DeviceExecutor(ABC):
 class CpuExecutor(DeviceExecutor):
     """A model on the CPU: weights are the mapped file."""
 
-    def __init__(self, artifact: Artifact, max_num_seqs: int) -> None:
-        super().__init__(artifact, artifact.cpu_target(), max_num_seqs)
+    def __init__(self, artifact: Artifact, max_num_seqs: int, cache: CacheOptions = STANDARD) -> None:
+        super().__init__(artifact, artifact.cpu_target(), max_num_seqs, cache, _available_bytes)
         self._library = CpuLibrary(artifact.file(self.target.library), self.target.scratch_bytes)
         self.weights = artifact.map_weights(target=self.target)
         self._arena = allocate(self.target.arena_bytes)
         self._state = allocate(self.slot_bytes * self.max_num_seqs)
+        self._kv = allocate(self.cache.nbytes)
         rows = self.model.max_rows
-        self._step = allocate(layout(self.max_num_batched_tokens, rows)[1])
-        self.inputs = StepInputs(self._step, self.max_num_batched_tokens, rows)
+        self._step = allocate(layout(self.max_num_batched_tokens, rows, max_pages=self.cache.max_pages)[1])
+        self.inputs = StepInputs(self._step, self.max_num_batched_tokens, rows, max_pages=self.cache.max_pages)
         self._logits = allocate(rows * self.vocab_size * 4)
         self._token, self._logprobs, self._ids = (allocate(rows * 4 * n) for n in (1, LOGPROBS, LOGPROBS))
         self.outputs = StepOutputs(
@@ -150,7 +185,7 @@ class CpuExecutor(DeviceExecutor):
     def close(self) -> None:
         super().close()
         none = np.zeros(0, np.uint8)
-        self.weights = self._arena = self._state = self._step = self._logits = self._token = none
+        self.weights = self._arena = self._state = self._kv = self._step = self._logits = self._token = none
         self._logprobs = self._ids = none
 
     @property
@@ -158,13 +193,14 @@ class CpuExecutor(DeviceExecutor):
         outputs = sum(a.nbytes for a in (self._logits, self._token, self._logprobs, self._ids))
         return Memory(
             weight_bytes(self.artifact.manifest, self.target), self._arena.nbytes, self._state.nbytes,
-            self._library.scratch.nbytes, self._step.nbytes, outputs,
+            self._library.scratch.nbytes, self._step.nbytes, outputs, kv_cache=self._kv.nbytes,
+            kv_blocks=self.cache.blocks,
         )  # fmt: skip
 
     def start(self, sequence: Sequence) -> None:
         self.require_open()
         history = self.history(sequence.slot)
-        history[: sequence.prompt_len] = sequence.request.prompt_token_ids
+        history[: len(sequence.tokens)] = sequence.tokens
 
     def history(self, slot: int) -> np.ndarray:
         """Token ids i32 [max_model_len] of a slot."""
@@ -177,8 +213,8 @@ class CpuExecutor(DeviceExecutor):
     def _load(self, entry: ProgramEntry) -> CpuProgram:
         program = CpuProgram(self.artifact.plan(entry.plan), self._library)
         blocks = {
-            "arena": self._arena, "weights": self.weights, "state": self._state, "logits": self._logits,
-            "token": self._token, "logprobs": self._logprobs, "logprob_ids": self._ids,
+            "arena": self._arena, "weights": self.weights, "state": self._state, "kv": self._kv,
+            "logits": self._logits, "token": self._token, "logprobs": self._logprobs, "logprob_ids": self._ids,
         }  # fmt: skip
         for space in program.plan.spaces:
             if space.kind == "input":
@@ -190,8 +226,9 @@ class CpuExecutor(DeviceExecutor):
 
 
 def open_executor(
-    artifact: Artifact, max_num_seqs: int, device: str = "auto", opening: Opening | None = None
-) -> DeviceExecutor:
+    artifact: Artifact, max_num_seqs: int, device: str = "auto", opening: Opening | None = None,
+    cache: CacheOptions = STANDARD,
+) -> DeviceExecutor:  # fmt: skip
     """The executor of a device. `auto` is the GPU where the artifact has code for one and there is one; `opening` is
     what `begin_opening` gave.
 
@@ -199,10 +236,18 @@ def open_executor(
     """
     gpu = choose_device(artifact, device, opening)
     if gpu is None:
-        return CpuExecutor(artifact, max_num_seqs)
+        return CpuExecutor(artifact, max_num_seqs, cache)
     from aotc.runtime.cuda_executor import CudaExecutor
 
-    return CudaExecutor(artifact, max_num_seqs, gpu)
+    return CudaExecutor(artifact, max_num_seqs, gpu, cache)
+
+
+def _available_bytes() -> int:
+    """Memory of this machine that can be had without swapping."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
 
 
 def _fill_sampler(row: np.void, sequence: Sequence, history_len: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from aotc.artifact.manifest import ITEM_BYTES, Manifest, TargetEntry
 from aotc.artifact.plan import Plan, evaluate
+from aotc.runtime.kv_cache import CachePlan
 from aotc.runtime.step_inputs import ALIGNMENT, layout
 
 LOGPROBS = 21
@@ -18,7 +19,8 @@ CLOSED = "the model was closed: load it again"
 class Memory:
     """Exact bytes by what they are for; `total` is everything that this model allocates on its device.
 
-    `pinned` is memory of the host beside it, which a GPU reads and writes.
+    `pinned` is memory of the host beside it, which a GPU reads and writes. `kv_blocks` counts what the `kv_cache` is
+    made of: pages, or sequences of a static one.
     """
 
     weights: int
@@ -28,10 +30,12 @@ class Memory:
     step: int
     outputs: int
     pinned: int = 0
+    kv_cache: int = 0
+    kv_blocks: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.arena + self.state + self.scratch + self.step + self.outputs
+        return self.weights + self.arena + self.state + self.scratch + self.step + self.outputs + self.kv_cache
 
 
 def dims_bytes(target: TargetEntry) -> int:
@@ -44,15 +48,15 @@ def weight_bytes(manifest: Manifest, target: TargetEntry) -> int:
     return sum(nbytes for _, nbytes in manifest.weight_ranges(target))
 
 
-def decoder_memory(manifest: Manifest, target: TargetEntry, slots: int, pinned: int = 0) -> Memory:
-    """What a language model takes on a GPU, with `slots` sequences at once."""
+def decoder_memory(manifest: Manifest, target: TargetEntry, cache: CachePlan, pinned: int = 0) -> Memory:
+    """What a language model takes on a GPU, with a KV cache."""
     model = manifest.model
     assert manifest.state is not None
-    step = layout(model.max_tokens, model.max_rows)[1] + dims_bytes(target)
+    step = layout(model.max_tokens, model.max_rows, dims_bytes(target) // 4, cache.max_pages)[1]
     outputs = model.max_rows * 4 * (model.vocab_size + 1 + 2 * LOGPROBS)
     return Memory(
-        weight_bytes(manifest, target), target.arena_bytes, manifest.state.slot_bytes * slots, target.counter_bytes,
-        step, outputs, pinned,
+        weight_bytes(manifest, target), target.arena_bytes, manifest.state.slot_bytes * cache.seqs,
+        target.counter_bytes, step, outputs, pinned, cache.nbytes, cache.blocks,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from aotc.runtime.kv_cache import BlockTable
 from aotc.runtime.sampling import SamplingParams
 
 
@@ -48,6 +49,7 @@ class Sequence:
     bias: tuple[np.ndarray, np.ndarray] | None = None
     bans: np.ndarray | None = None
     outputs: list[int] = field(default_factory=list)
+    pages: BlockTable | None = None
 
     @property
     def prompt_len(self) -> int:
