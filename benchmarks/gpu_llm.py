@@ -224,7 +224,7 @@ def bytes_read(executor: Any, batch: int, context: int) -> int:
     tied = "lm_head.weight" not in weights
     cache = sum(
         int(np.prod(f.shape)) * 2 * context // executor.max_model_len
-        for f in manifest.state.fields if f.name.startswith("kv.")
+        for cache in manifest.kv_caches if cache.layout == "static" for f in cache.fields
     )  # fmt: skip
     return total - (table.nbytes if table and not tied else 0) + batch * cache
 

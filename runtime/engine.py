@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from aotc.errors import RequestError
+from aotc.runtime.kv_cache import BlockTable, PagePool
 from aotc.runtime.scheduler import Scheduler
 from aotc.runtime.sequence import Request, Row, Sequence, TokenOutput
 
@@ -29,9 +30,11 @@ class Executor(Protocol):
     max_num_batched_tokens: int
     max_model_len: int
     vocab_size: int
+    num_pages: int  # of the KV cache, 0 where that is static
+    page_size: int
 
     def start(self, sequence: Sequence) -> None:
-        """Prepares a slot: the prompt becomes the history that penalties look at."""
+        """Prepares a slot: the tokens known so far become the history that penalties look at."""
         ...
 
     def step(self, rows: list[Row]) -> StepResult: ...
@@ -42,24 +45,40 @@ class Engine:
 
     def __init__(self, executor: Executor, eos_token_ids: tuple[int, ...]) -> None:
         self._executor, self._eos = executor, eos_token_ids
-        self.scheduler = Scheduler(executor.max_num_seqs, executor.max_num_batched_tokens, self._start)
+        self._pool = PagePool(executor.num_pages, executor.page_size) if executor.num_pages else None
+        self.scheduler = Scheduler(executor.max_num_seqs, executor.max_num_batched_tokens, self._start, self._pool)
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises RequestError when it can never run: empty, too long, or ids out of range."""
+        """Queues a request. Raises RequestError when it can never run: empty, too long, or ids out of range.
+
+        An answer whose length is not given is as long as the model and the pool of pages allow.
+        """
         length, most = len(request.prompt_token_ids), self._executor.max_model_len
         if not length:
             raise RequestError("the prompt has no tokens")
         if length >= most:
             raise RequestError(f"the prompt has {length} tokens; the model was compiled for {most} with its answer")
+        self._require_pages(request)
         vocab = self._executor.vocab_size
         if not all(0 <= t < vocab for t in request.prompt_token_ids):
             raise RequestError(f"the prompt holds a token id outside 0..{vocab - 1}")
         request.params.check_vocab(vocab)
         self.scheduler.add(request)
+
+    def _require_pages(self, request: Request) -> None:
+        if self._pool is None:
+            return
+        length, asked = len(request.prompt_token_ids), request.params.max_tokens
+        needed = min(length + (asked or 1), self._executor.max_model_len) - 1  # the last token is not computed
+        if needed > self._pool.tokens:
+            raise RequestError(
+                f"the request needs a KV cache of {needed} tokens, this one holds {self._pool.tokens}: "
+                f"ask for less, or give more with --kv-cache-memory"
+            )
 
     def cancel(self, request_id: str) -> bool:
         """Drops a request and frees its cache. False when it is not known (it may have finished)."""
@@ -78,13 +97,18 @@ class Engine:
                 outputs.append(self._take(row.sequence, n, result))
         return outputs
 
-    def _start(self, request: Request, slot: int) -> Sequence:
+    def _start(self, request: Request, slot: int, outputs: list[int]) -> Sequence:
         params = request.params
         most = self._executor.max_model_len
+        if self._pool is not None:
+            most = min(most, self._pool.tokens + 1)
         if params.max_tokens is not None:
             most = min(most, len(request.prompt_token_ids) + params.max_tokens)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self._eos))
-        sequence = Sequence(request, slot, list(request.prompt_token_ids), stop_ids=stops, max_len=most)
+        tokens = [*request.prompt_token_ids, *outputs]
+        sequence = Sequence(request, slot, tokens, stop_ids=stops, max_len=most, outputs=outputs)
+        if self._pool is not None:
+            sequence.pages = BlockTable(self._pool.pages_for(self._executor.max_model_len))
         if params.logit_bias:
             sequence.bias = params.bias_arrays()
         sequence.bans = params.banned_ids(self._eos)

@@ -13,7 +13,7 @@ from aotc.artifact.reader import Artifact
 from aotc.errors import ArtifactError, RequestError
 from aotc.runtime.detokenizer import Detokenizer, StopStrings
 from aotc.runtime.engine import Engine
-from aotc.runtime.executor import Memory, open_executor
+from aotc.runtime.executor import CacheOptions, Memory, open_executor
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import Request, TokenOutput
 
@@ -94,7 +94,14 @@ class LLM:
     """A loaded language model. Made by `aotc.load`; one thread at a time. A context manager that closes it."""
 
     def __init__(
-        self, artifact: Artifact, *, max_num_seqs: int = 4, device: str = "auto", opening: Opening | None = None
+        self,
+        artifact: Artifact,
+        *,
+        max_num_seqs: int = 4,
+        device: str = "auto",
+        kv_layout: str | None = None,
+        kv_cache_memory: int | str | None = None,
+        opening: Opening | None = None,
     ) -> None:
         """`opening` is a GPU that is being opened (`begin_opening`): the tokenizer is read in the meantime."""
         self.artifact, self.model = artifact, artifact.manifest.model
@@ -105,7 +112,9 @@ class LLM:
         if opening is not None and artifact.has("tokenizer.json"):
             _ = self.tokenizer
         tokenizer = time.perf_counter() - begin
-        self._executor = open_executor(artifact, max_num_seqs, device, opening)
+        self._executor = open_executor(
+            artifact, max_num_seqs, device, opening, CacheOptions(kv_layout, kv_cache_memory)
+        )
         self.startup = {"tokenizer": tokenizer, **self._executor.startup}
         """Seconds of what was done while the GPU was opened and the weights came up: parts overlap."""
         self.engine = Engine(self._executor, self.model.eos_token_ids)

@@ -11,7 +11,9 @@ from aotc.runtime.sampling import SAMPLER_DTYPE
 ALIGNMENT = 64
 
 
-def layout(max_tokens: int, max_rows: int, dims: int = 0, max_pages: int = 0) -> tuple[dict[str, tuple[int, np.dtype, tuple[int, ...]]], int]:
+def layout(
+    max_tokens: int, max_rows: int, dims: int = 0, max_pages: int = 0
+) -> tuple[dict[str, tuple[int, np.dtype, tuple[int, ...]]], int]:
     """(field -> (offset, dtype, shape at the bounds), bytes). Names are those of the programs' inputs.
 
     `dims` values of dims are among them for devices that read those from memory. A block table, for paged caches, comes

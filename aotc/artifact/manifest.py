@@ -152,7 +152,8 @@ def decode_manifest(data: bytes) -> Manifest:
         head = msgspec.json.decode(data, type=_Version)
         if head.format_version != FORMAT_VERSION and (head.format_version != 1 or head.state is not None):
             raise ArtifactError(
-                f"the artifact has format version {head.format_version}, this aotc reads {FORMAT_VERSION}: compile the model again"
+                f"the artifact has format version {head.format_version}, this aotc reads {FORMAT_VERSION}: "
+                "compile the model again"
             )
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

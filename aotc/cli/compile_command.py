@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aotc.backends import Progress
     from aotc.frontend.model import Model
+    from aotc.passes.layout_kv import KVLayout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="most sequences of a step")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048, metavar="N", help="most tokens of a step")
+    parser.add_argument("--kv-layout", choices=["static", "paged", "both"], default="both",
+                        help="layouts of the KV cache that there are programs for")  # fmt: skip
+    parser.add_argument("--kv-page-size", "--block-size", type=int, default=64, metavar="N",
+                        help="tokens of a page, a power of two from 16 on")  # fmt: skip
     parser.add_argument("--weights", metavar="random:SEED", help="make the weights from the config alone")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=LO..HI",
@@ -97,7 +102,8 @@ def _open(options: argparse.Namespace):
     from aotc.compiler import Options, buckets
 
     if str(options.model).endswith(".onnx"):
-        _refuse(options, "an ONNX model", dtype="auto", max_model_len=None, weights=None, revision=None)
+        _refuse(options, "an ONNX model", dtype="auto", max_model_len=None, weights=None, revision=None,
+                kv_layout="both", kv_page_size=64)  # fmt: skip
         from aotc.frontend.onnx import open_onnx
 
         return open_onnx(options.model, parse_dims(options.dim)), Options()
@@ -115,7 +121,19 @@ def _open(options: argparse.Namespace):
     dtype = ("bf16" if config.dtype == "f32" else config.dtype) if options.dtype == "auto" else options.dtype
     if options.dtype == "auto" and config.dtype == "f32" and not options.quiet:
         print("the checkpoint is f32 or quantised: compiling as bf16 (--dtype f32 keeps f32)", file=sys.stderr)
-    return trace_decoder(checkpoint, dtype, length), buckets(rows, tokens)
+    return trace_decoder(checkpoint, dtype, length), buckets(rows, tokens, _layouts(options))
+
+
+def _layouts(options: argparse.Namespace) -> tuple[KVLayout, ...]:
+    """The layouts of the KV cache that were asked for. Raises RequestError for a page size that no kernel takes."""
+    from aotc.errors import RequestError
+    from aotc.passes.layout_kv import MIN_PAGE_SIZE, KVLayout
+
+    size = options.kv_page_size
+    if not MIN_PAGE_SIZE <= size <= 1 << 15 or size & (size - 1):
+        raise RequestError(f"--kv-page-size {size} is no power of two from {MIN_PAGE_SIZE} to {1 << 15}")
+    names = ("static", "paged") if options.kv_layout == "both" else (options.kv_layout,)
+    return tuple(KVLayout(name, size) for name in names)
 
 
 def _refuse(options: argparse.Namespace, what: str, **unset: object) -> None:
@@ -199,8 +217,7 @@ def _summary(output: str, manifest, seconds: float) -> None:
     lines = [f"{output}: {manifest.model.name}, weights {manifest.weights_bytes / mib:.1f} MiB"]
     for target in manifest.targets:
         lines.append(f"  {target.name}: {len(target.programs)} programs, arena {target.arena_bytes / mib:.2f} MiB")
-    if manifest.state is not None:
-        lines.append(
-            f"  cache: {manifest.state.slot_bytes / mib:.2f} MiB a sequence of up to {manifest.model.max_model_len} tokens"
-        )
+    for cache in manifest.kv_caches:
+        unit = "page of" if cache.layout == "paged" else "sequence of up to"
+        lines.append(f"  {cache.layout} KV cache: {cache.block_bytes / mib:.2f} MiB a {unit} {cache.block_tokens} tokens")
     print("\n".join([*lines, f"  compiled in {seconds:.1f} s"]), file=sys.stderr)

@@ -37,7 +37,9 @@ def describe(artifact) -> dict[str, Any]:
         })  # fmt: skip
     return {
         "model": msgspec.to_builtins(m.model), "format_version": m.format_version, "weights_bytes": m.weights_bytes,
-        "weights": len(m.weights), "state_bytes_per_sequence": m.state.slot_bytes if m.state else 0, "targets": targets,
+        "weights": len(m.weights), "state_bytes_per_sequence": m.state.slot_bytes if m.state else 0,
+        "kv_caches": [{k: v for k, v in msgspec.to_builtins(c).items() if k != "fields"} for c in m.kv_caches],
+        "targets": targets,
     }  # fmt: skip
 
 
@@ -45,16 +47,17 @@ def _memory(artifact, target) -> dict[str, int] | None:
     """Bytes that a target takes on a GPU, by purpose, before any sequence; None for a CPU, where threads count too."""
     from dataclasses import asdict
 
+    from aotc.runtime.kv_cache import CachePlan, choose_cache
     from aotc.runtime.memory import decoder_memory, tensor_memory
 
     if target.device != "cuda":
         return None
     if artifact.manifest.state is not None:
-        memory = decoder_memory(artifact.manifest, target, 0)
+        memory = decoder_memory(artifact.manifest, target, CachePlan(choose_cache(artifact.manifest, None), 0, 0, 0))
     else:
         memory = tensor_memory(artifact.manifest, target, artifact.plan(target.programs[0].plan))
     names = {"scratch": "counters", "outputs": "results"}
-    parts = {names.get(k, k): v for k, v in asdict(memory).items() if k not in ("state", "pinned")}
+    parts = {names.get(k, k): v for k, v in asdict(memory).items() if k not in ("state", "pinned", "kv_cache", "kv_blocks")}
     return {**parts, "total": memory.total}
 
 
@@ -84,10 +87,10 @@ def _table(facts: dict[str, Any]) -> str:
         f"{model['name']}  {model['kind']} {model.get('family', '')} {model['dtype']}",
         f"weights  {facts['weights_bytes'] / mib:.1f} MiB in {facts['weights']} tensors",
     ]
-    if facts["state_bytes_per_sequence"]:
-        lines.append(
-            f"cache    {facts['state_bytes_per_sequence'] / mib:.2f} MiB a sequence of {model['max_model_len']} tokens"
-        )
+    for cache in facts["kv_caches"]:
+        unit = "page" if cache["layout"] == "paged" else "sequence"
+        size = f"{cache['block_bytes'] / mib:.2f} MiB a {unit} of {cache['block_tokens']} tokens"
+        lines.append(f"cache    {cache['layout']}: {size}")
     for target in facts["targets"]:
         memory = target["memory"]
         if memory is None:
@@ -98,11 +101,11 @@ def _table(facts: dict[str, Any]) -> str:
             parts = ", ".join(f"{name} {size / mib:.2f}" for name, size in memory.items())
             each = " and the cache of each sequence" if facts["state_bytes_per_sequence"] else ""
             lines.append(f"\n{target['name']}  MiB on the GPU: {parts}{each}")
-        lines.append(f"  {'program':<14}{'calls':>6}{'kernels':>9}{'barriers':>10}{'arena MiB':>11}{'bound':>8}"
+        lines.append(f"  {'program':<20}{'calls':>6}{'kernels':>9}{'barriers':>10}{'arena MiB':>11}{'bound':>8}"
                      f"{'GFLOP':>9}{'MiB moved':>11}{'weights':>9}")  # fmt: skip
         for p in target["programs"]:
             lines.append(
-                f"  {p['name']:<14}{p['calls']:>6}{p['kernels']:>9}{p['barriers']:>10}{p['arena_bytes'] / mib:>11.2f}"
+                f"  {p['name']:<20}{p['calls']:>6}{p['kernels']:>9}{p['barriers']:>10}{p['arena_bytes'] / mib:>11.2f}"
                 f"{p['arena_lower_bound'] / mib:>8.2f}{p['flops'] / 1e9:>9.2f}{p['bytes_moved'] / mib:>11.1f}"
                 f"{p['weight_bytes'] / mib:>9.1f}"
             )

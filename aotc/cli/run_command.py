@@ -9,7 +9,7 @@ import importlib
 import json
 import sys
 
-from aotc.cli.options import add_device
+from aotc.cli.options import add_device, add_kv_cache
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0: all")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     add_device(parser)
+    add_kv_cache(parser, "static")
     parser.add_argument("--json", action="store_true", help="print text, token ids, finish reason and timings as JSON")
 
 
@@ -41,7 +42,10 @@ def run(options: argparse.Namespace) -> int:
     chat = not options.raw and artifact.has("chat_template.jinja")
     if chat and opening is not None:
         importlib.import_module("aotc.runtime.template_sandbox")  # needed later; the GPU is still being opened
-    llm = LLM(artifact, max_num_seqs=1, device=options.device, opening=opening)
+    llm = LLM(
+        artifact, max_num_seqs=1, device=options.device, kv_layout=options.kv_layout,
+        kv_cache_memory=options.kv_cache_memory, opening=opening,
+    )  # fmt: skip
     settings = {
         "max_tokens": options.max_tokens, "temperature": options.temperature, "top_p": options.top_p,
         "top_k": options.top_k, "seed": options.seed,

@@ -10,12 +10,12 @@ import re
 import sys
 from typing import Any
 
-from aotc.cli.options import add_device
+from aotc.cli.options import add_device, add_kv_cache
 
 FIXED = {
     "--dtype": "--dtype", "--max-model-len": "--max-model-len", "--quantization": "--dtype",
     "--kv-cache-dtype": "--dtype", "--max-num-batched-tokens": "--max-num-batched-tokens",
-    "--load-format": "--weights", "--revision": "--revision",
+    "--load-format": "--weights", "--revision": "--revision", "--block-size": "--kv-page-size",
 }  # fmt: skip
 """vLLM's flags that compiling decides, and the flag of `aotc compile` that does."""
 _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
@@ -25,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     add_device(parser)
+    add_kv_cache(parser, "paged")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
     parser.add_argument(
         "--served-model-name", metavar="NAME", help="the model's name in the API (default: the folder's)"
@@ -66,6 +67,7 @@ def run(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace, key: str | None) -> int:
     from aotc.artifact.reader import open_artifact
     from aotc.errors import ArtifactError
+    from aotc.runtime.kv_cache import choose_cache, parse_bytes
     from aotc.runtime.server.app import Server, Settings
     from aotc.runtime.server.engine_client import EngineClient
     from aotc.runtime.server.http import HttpServer, listen
@@ -76,7 +78,12 @@ def _serve(options: argparse.Namespace, key: str | None) -> int:
     tokenizer, template, config = _text(artifact)
     limits = artifact.manifest.model
     settings = Settings(model, limits.max_model_len, limits.vocab_size, key, options.max_num_queued_reqs, config)
-    engine = EngineClient(str(artifact.path), options.max_num_seqs, device=options.device)
+    parse_bytes(options.kv_cache_memory)  # refused here, not by the engine's process
+    choose_cache(artifact.manifest, options.kv_layout, "paged")
+    engine = EngineClient(
+        str(artifact.path), options.max_num_seqs, device=options.device, kv_layout=options.kv_layout,
+        kv_cache_memory=options.kv_cache_memory,
+    )  # fmt: skip
     server = Server(settings, engine, tokenizer, template, Metrics(options.metrics_prefix, model))
     http = HttpServer(
         server, log_level=options.log_level, access_log=not options.disable_access_log,

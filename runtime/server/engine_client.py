@@ -65,10 +65,11 @@ class EngineClient:
     """
 
     def __init__(
-        self, artifact: str, max_num_seqs: int, command: list[str] | None = None, device: str = "auto"
-    ) -> None:
+        self, artifact: str, max_num_seqs: int, command: list[str] | None = None, device: str = "auto",
+        kv_layout: str | None = None, kv_cache_memory: str | None = None,
+    ) -> None:  # fmt: skip
         self._command = command or [sys.executable, "-m", "aotc.runtime.server.engine_process"]
-        self._arguments = [artifact, str(max_num_seqs), device]
+        self._arguments = [artifact, str(max_num_seqs), device, kv_layout or "", kv_cache_memory or ""]
         self._pending: dict[str, _Pending] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._process: subprocess.Popen[bytes] | None = None

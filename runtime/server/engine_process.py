@@ -1,4 +1,5 @@
-"""The engine's own process: `python -m aotc.runtime.server.engine_process FD ARTIFACT MAX_NUM_SEQS DEVICE`.
+"""The engine's own process: `python -m aotc.runtime.server.engine_process FD ARTIFACT MAX_NUM_SEQS DEVICE
+KV_LAYOUT KV_CACHE_MEMORY`; the last two may be empty.
 
 A hung step or a broken device can only be cured by a new process: the server starts one when this one dies. Exit codes:
 0 when the server is gone, 2 when the model does not load, 70 when the device failed in a step.
@@ -95,7 +96,9 @@ def serve(engine: Engine, channel: Channel, max_num_seqs: int) -> None:
 
 def _load(engine: Engine, max_num_seqs: int) -> Load:
     scheduler = engine.scheduler
-    return Load(len(scheduler.running), len(scheduler.waiting), 1 - scheduler.free_slots / max_num_seqs)
+    pool = scheduler.pool
+    free = scheduler.free_slots / max_num_seqs if pool is None else pool.free_pages / pool.num_pages
+    return Load(len(scheduler.running), len(scheduler.waiting), 1 - free)
 
 
 def _take(engine: Engine, channel: Channel, message: Message) -> None:
@@ -113,14 +116,15 @@ def _take(engine: Engine, channel: Channel, message: Message) -> None:
 def main(arguments: list[str]) -> int:
     from aotc.artifact.reader import open_artifact
     from aotc.runtime.devices.opening import begin_opening
-    from aotc.runtime.executor import open_executor
+    from aotc.runtime.executor import CacheOptions, open_executor
 
     belong_to_server()
     descriptor, path, seqs, kind = int(arguments[0]), arguments[1], int(arguments[2]), arguments[3]
+    layout, memory = (*arguments[4:], "", "")[:2]
     channel = Channel(socket.socket(fileno=descriptor))
     opening = begin_opening(path, kind)
     try:
-        executor = open_executor(open_artifact(path), seqs, kind, opening)
+        executor = open_executor(open_artifact(path), seqs, kind, opening, CacheOptions(layout or None, memory or None, "paged"))
         executor.warm()
     except AotcError as error:
         channel.send(Unusable(str(error), isinstance(error, DeviceError)))

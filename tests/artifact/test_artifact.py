@@ -18,6 +18,7 @@ from aotc.artifact.manifest import (
     CHUNK_BYTES,
     FORMAT_VERSION,
     File,
+    KVCache,
     Manifest,
     Model,
     ProgramEntry,
@@ -197,7 +198,18 @@ def test_another_format_version_says_what_to_do(artifact):
     path = artifact / "manifest.json"
     fields = json.loads(path.read_text())
     path.write_text(json.dumps({"format_version": FORMAT_VERSION + 1, "of_the_future": [fields]}))
-    with pytest.raises(ArtifactError, match=f"version {FORMAT_VERSION + 1}, this aotc reads 1: compile the model"):
+    with pytest.raises(ArtifactError, match=f"version {FORMAT_VERSION + 1}, this aotc reads {FORMAT_VERSION}: compile the model"):
+        open_artifact(artifact)
+
+
+def test_format_1_is_read_but_for_language_models(artifact):
+    """Those of tensor models did not change; a KV cache had another place in the others."""
+    reseal(artifact, format_version=1)
+    read_all(artifact)
+    path = artifact / "manifest.json"
+    state = {"state": {"layout": "static", "slot_bytes": 64, "fields": []}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | state))
+    with pytest.raises(ArtifactError, match="version 1, this aotc reads 2: compile the model again"):
         open_artifact(artifact)
 
 
@@ -253,11 +265,15 @@ def test_a_pipe_is_no_file(artifact):
         {"weights_bytes": -1},
         {"weights_bytes": 1 << 62},
         {"weights_crc32": ()},
-        {"state": State("static", 0, ())},
-        {"state": State("static", 64, (StateField("kv", "f32", (1 << 40, 1 << 40), 0),))},
-        {"state": State("static", 64, (StateField("kv", "f32", (17,), 0),))},
-        {"state": State("static", 64, (StateField("kv", "f32", (1,), -4),))},
-        {"state": State("static", 64, (StateField("kv", "complex", (1,), 0),))},
+        {"state": State(0, ())},
+        {"state": State(64, (StateField("kv", "f32", (1 << 40, 1 << 40), 0),))},
+        {"state": State(64, (StateField("kv", "f32", (17,), 0),))},
+        {"state": State(64, (StateField("kv", "f32", (1,), -4),))},
+        {"state": State(64, (StateField("kv", "complex", (1,), 0),))},
+        {"kv_caches": (KVCache("static", 0, 8, ()),)},
+        {"kv_caches": (KVCache("heap", 64, 8, ()),)},
+        {"kv_caches": (KVCache("paged", 64, 0, ()),)},
+        {"kv_caches": (KVCache("paged", 64, 16, (StateField("kv", "f32", (17,), 0),)),)},
         {"files": {}},
     ],
 )

@@ -50,6 +50,7 @@ class FakeExecutor:
     """A device whose model echoes."""
 
     max_num_batched_tokens, max_model_len, vocab_size = 64, MAX_MODEL_LEN, VOCAB
+    num_pages = page_size = 0
 
     def __init__(self, folder: Path, max_num_seqs: int) -> None:
         self.folder, self.max_num_seqs = folder, max_num_seqs

@@ -32,7 +32,7 @@ def test_weights_arrive_whole_and_a_step_is_one_graph(cuda_artifact, gpu):
     assert set(driver.edges) == {(1, 1)}, "kernels of sm90 wait themselves"
     step = np.ctypeslib.as_array(driver.blocks[executor._step])
     assert step[executor.inputs.fields["tokens"][0] :].view(np.int32)[:3].tolist() == [5, 6, 7]
-    dims = step[executor._dims_at :].view(np.int32)
+    dims = step[executor.inputs.fields["dims"][0] :].view(np.int32)
     assert dict(zip(executor.target.dims, dims.tolist(), strict=False)) == {"rows": 1, "slots": 1, "tokens": 3}
 
 
