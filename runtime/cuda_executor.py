@@ -45,7 +45,8 @@ class CudaExecutor(DeviceExecutor):
     ) -> None:
         try:
             device.enter()
-            super().__init__(artifact, device.target_of(artifact), max_num_seqs, cache, device.free_bytes)
+            target = device.target_of(artifact)
+            super().__init__(artifact, target, max_num_seqs, cache, lambda: device.call("cuMemGetInfo")[0])
             self.device, self._kernels = device, CudaKernels(device, artifact)
             self._background: threading.Thread | None = None
             device.enter()
@@ -65,7 +66,7 @@ class CudaExecutor(DeviceExecutor):
         self._weights = CudaWeights(self.artifact, self.target, device)
         self._arena = device.allocate(memory.arena)
         self._state = device.allocate(memory.state)
-        self._kv = device.allocate(memory.kv_cache)
+        self._kv = device.allocate(memory.kv_cache, zero=False)  # nothing of it is read before it is written
         self._counters = device.allocate(memory.scratch)
         self._step = device.allocate(memory.step)
         self._logits = device.allocate(rows * self.vocab_size * 4)

@@ -31,14 +31,18 @@ class Result:
 
 @dataclass
 class FakeExecutor:
-    """Keeps a cache of tokens a slot and checks every step against it: order, budget, slots."""
+    """Keeps a cache of tokens a slot and checks every step against it: order, budget, slots. With pages, tokens lie where
+    the block table says, and are read back from there."""
 
     max_num_seqs: int = 3
     max_num_batched_tokens: int = 8
     max_model_len: int = 40
     vocab_size: int = VOCAB
     poisoned: frozenset[str] = frozenset()
+    num_pages: int = 0
+    page_size: int = 4
     cache: dict[int, list[int]] = field(default_factory=dict)
+    pages: dict[int, int] = field(default_factory=dict)
     steps: list[list[tuple[str, int, bool]]] = field(default_factory=list)
 
     def start(self, sequence):
@@ -55,6 +59,8 @@ class FakeExecutor:
             cache = self.cache[sequence.slot]
             assert count > 0 and start == len(cache)
             cache += sequence.tokens[start : start + count]
+            if self.num_pages:
+                self._check_pages(sequence, start, cache, rows)
             assert samples == (cache == sequence.tokens)
             poisoned = sequence.request.request_id in self.poisoned
             result.token[n] = -1 if poisoned else next_token(cache, sequence.request.seed)
@@ -62,6 +68,18 @@ class FakeExecutor:
             result.logprobs[n, :3] = -0.5, -0.25, -1
         self.steps.append([(r.sequence.request.request_id, r.count, r.samples) for r in rows])
         return result
+
+
+    def _check_pages(self, sequence, start, cache, rows):
+        held = [r.sequence.pages.ids[: r.sequence.pages.count].tolist() for r in rows]
+        assert len(sum(held, [])) == len(set(sum(held, []))), "a page with two owners"
+        mine = sequence.pages.ids[: sequence.pages.count]
+        assert len(mine) == -(-len(cache) // self.page_size), "a page too many or too few"
+        places = [int(mine[p // self.page_size]) * self.page_size + p % self.page_size for p in range(len(cache))]
+        assert all(0 <= place < self.num_pages * self.page_size for place in places)
+        for p in range(start, len(cache)):
+            self.pages[places[p]] = cache[p]
+        assert [self.pages[place] for place in places] == cache, "another sequence wrote here"
 
 
 def request(name, prompt, seed=0, **fields):
@@ -91,7 +109,9 @@ def expected(prompt, count, seed=0):
 
 
 def all_free(engine, executor):
-    return engine.scheduler.free_slots == executor.max_num_seqs and not engine.has_work
+    pool = engine.scheduler.pool
+    whole = pool is None or pool.free_pages == pool.num_pages
+    return engine.scheduler.free_slots == executor.max_num_seqs and not engine.has_work and whole
 
 
 def make(eos=(EOS,), **fields):
@@ -287,16 +307,69 @@ REQUESTS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=60)
-@given(REQUESTS, st.integers(1, 4), st.integers(1, 9), st.sets(st.integers(0, 7), max_size=1))
-def test_outputs_equal_those_of_each_request_alone(asked, seqs, budget, bad):
-    """Whatever runs beside it, arrives, is cancelled or fails: a request's tokens do not change."""
+def test_the_youngest_gives_its_pages_to_the_oldest_and_goes_on_later():
+    """Two sequences of 3 pages each in a pool of 4: one is preempted and computed again from its tokens."""
+    engine, executor = make(num_pages=4, max_num_seqs=2, max_num_batched_tokens=40)
+    for name in ("old", "young"):
+        engine.submit(request(name, [1, 2, 3], max_tokens=10, repetition_penalty=1.5))
+    out = run(engine)
+    assert engine.scheduler.preemptions == 1
+    again = next(n for n, step in enumerate(executor.steps[1:], 1) if step[-1][0] == "young" and step[-1][1] > 1)
+    assert executor.steps[again][-1][1] == 3 + len([s for s in executor.steps[:again] if s[-1][0] == "young"])
+    for name in ("old", "young"):
+        assert tokens(out, name) == expected([1, 2, 3], 10)
+    assert all_free(engine, executor)
+
+
+def test_cancelling_frees_pages_at_once_also_of_a_preempted_request():
+    engine, _ = make(num_pages=4, max_num_seqs=2)
+    for name in ("old", "young"):
+        engine.submit(request(name, [1, 2, 3, 4], max_tokens=12))
+    pool = engine.scheduler.pool
+    while not engine.scheduler.preemptions:
+        engine.step()
+    assert [w.request.request_id for w in engine.scheduler.waiting] == ["young"] and engine.scheduler.free_slots == 1
+    assert engine.cancel("young") and not engine.cancel("young")
+    assert pool.free_pages == 4 - 3
+    assert engine.cancel("old") and pool.free_pages == 4 and not engine.has_work
+
+
+def test_a_request_that_no_pool_holds_is_refused_and_one_without_a_length_takes_what_there_is():
+    engine, executor = make(num_pages=3)
+    message = "needs a KV cache of 13 tokens, this one holds 12: ask for less, or give more with --kv-cache-memory"
+    for prompt, asked in ((range(13), None), (range(13), 1), (range(8), 6)):
+        with pytest.raises(RequestError, match=message):
+            engine.submit(request("a", prompt, max_tokens=asked))
+    engine.submit(request("edge", range(8), max_tokens=5))
+    engine.submit(request("open", range(8), max_tokens=None))
+    out = run(engine)
+    assert tokens(out, "edge") == expected(range(8), 5) == tokens(out, "open")
+    assert out["open"][-1].finish_reason == "length" and all_free(engine, executor)
+
+
+def test_requests_wait_for_pages_in_the_order_they_came():
+    """A short one does not overtake the long one before it."""
+    engine, executor = make(num_pages=4, max_num_seqs=3, max_num_batched_tokens=40)
+    engine.submit(request("first", range(8), max_tokens=4))
+    engine.submit(request("long", range(12), max_tokens=1))
+    engine.submit(request("short", [1], max_tokens=1))
+    out = run(engine)
+    assert list(out) == ["first", "long", "short"] and all_free(engine, executor)
+
+
+@settings(max_examples=100)
+@given(REQUESTS, st.integers(1, 4), st.integers(1, 9), st.sets(st.integers(0, 7), max_size=1), st.sampled_from([0, 5, 10]))
+def test_outputs_equal_those_of_each_request_alone(asked, seqs, budget, bad, pages):
+    """Whatever runs beside it, arrives, is cancelled, fails or takes its pages: a request's tokens do not change."""
     wanted = []
     for n, fields in enumerate(asked):
         options = {k: v for k, v in fields.items() if k not in ("prompt", "seed", "arrives", "cancelled")}
         wanted.append(request(f"r{n}", fields["prompt"], fields["seed"], **options))
     poisoned = frozenset(f"r{n}" for n in bad)
-    engine, executor = make(max_num_seqs=seqs, max_num_batched_tokens=budget, poisoned=poisoned)
+    # Sequences of up to 40 tokens, so that pools of 5 and 10 pages of 8 hold one or two of them whole.
+    engine, executor = make(
+        max_num_seqs=seqs, max_num_batched_tokens=budget, poisoned=poisoned, num_pages=pages, page_size=8
+    )
     out = {}
     for clock in range(1000):
         for item, fields in zip(wanted, asked, strict=True):
