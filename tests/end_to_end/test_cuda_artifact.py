@@ -24,7 +24,8 @@ def artifact(request, tmp_path_factory, tiny_config):
     folder = tmp_path_factory.mktemp(request.param)
     (folder / "config.json").write_text(json.dumps(tiny_config))
     arguments = ["compile", str(folder), "--weights", "random:7", "--arch", "sm80,sm90,cpu", "--dtype", request.param]
-    arguments += ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "-o", str(folder / "artifact"), "--quiet"]
+    arguments += ["--max-num-seqs", "2", "--max-num-batched-tokens", "16", "--kv-page-size", "16", "--quiet"]
+    arguments += ["-o", str(folder / "artifact")]
     assert main(arguments) == 0
     return open_artifact(folder / "artifact")
 
@@ -34,10 +35,11 @@ def test_plans_replayed_on_a_fake_device_give_the_interpreters_logits(artifact, 
     target = next(t for t in artifact.manifest.targets if t.name == arch)
     replay, weights = CudaReplay(artifact, target), weight_reader(artifact)
     limit = 1e-4 if artifact.manifest.model.dtype == "f32" else 2e-2
-    for program, rows, each, start in (("decode_2", 2, 1, 5), ("decode_1", 1, 1, 9), ("extend_16", 2, 6, 0)):
+    cases = (("decode_2", 2, 1, 5), ("decode_1", 1, 1, 9), ("extend_16", 2, 6, 0))
+    for program, rows, each, start in (*cases, ("paged_decode_2", 2, 1, 20), ("paged_extend_16", 2, 6, 13)):
         graph = parse_graph(artifact.read(f"graphs/cuda/{program}.ir").decode())
         inputs = decoder_inputs(graph, rows, each, start)
-        dims = {"rows": rows, "tokens": rows * each, "slots": rows}
+        dims = {"rows": rows, "tokens": rows * each, "slots": rows, "pages": len(inputs["kv.0"])}
         expected = interpret(graph, {k: v.copy() for k, v in inputs.items()}, weights)
         got = replay.run(program, inputs, dims)
         assert relative_error(got["logits"], expected["logits"]) < limit, program

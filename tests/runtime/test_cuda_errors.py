@@ -176,7 +176,7 @@ def test_a_server_starts_another_engine_process(cuda_artifact, install_driver, m
     with caplog.at_level(logging.ERROR, "aotc.server"):
         assert ask(cuda_artifact)[1] == [0, 0, 0]
     assert "starting another in 0.0 s (exit code 70: the device failed in a step)" in caplog.text
-    assert "aotc: error: step 1 failed in program extend_128: the GPU reports CUDA_ERROR_ILLEGAL" in capfd.readouterr().err
+    assert "aotc: error: step 1 failed in program paged_extend_128: the GPU reports CUDA_ERROR_ILLEGAL" in capfd.readouterr().err
 
 
 def test_a_server_says_how_much_memory_is_missing(cuda_artifact, install_driver):

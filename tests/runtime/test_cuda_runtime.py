@@ -13,6 +13,8 @@ from aotc.cli import main
 from aotc.cli.inspect_command import describe
 from aotc.errors import DeviceError, RequestError
 from aotc.runtime.cuda_executor import CudaExecutor
+from aotc.runtime.executor import CacheOptions
+from aotc.runtime.kv_cache import BlockTable
 from aotc.runtime.sequence import Row
 
 
@@ -33,7 +35,7 @@ def test_weights_arrive_whole_and_a_step_is_one_graph(cuda_artifact, gpu):
     step = np.ctypeslib.as_array(driver.blocks[executor._step])
     assert step[executor.inputs.fields["tokens"][0] :].view(np.int32)[:3].tolist() == [5, 6, 7]
     dims = step[executor.inputs.fields["dims"][0] :].view(np.int32)
-    assert dict(zip(executor.target.dims, dims.tolist(), strict=False)) == {"rows": 1, "slots": 1, "tokens": 3}
+    assert dict(zip(executor.target.dims, dims.tolist(), strict=False)) == {"pages": 0, "rows": 1, "slots": 1, "tokens": 3}
 
 
 def test_kernels_of_older_cards_wait_for_nothing_themselves(cuda_artifact, gpu):
@@ -61,10 +63,33 @@ def test_memory_is_exact_to_the_byte_and_what_inspect_says(cuda_artifact, gpu, s
     assert executor.memory.total == sum(map(len, driver.blocks.values()))
     facts = describe(cuda_artifact)
     (said,) = (t["memory"] for t in facts["targets"] if t["name"] == "sm90")
-    assert said["total"] + slots * facts["state_bytes_per_sequence"] == executor.memory.total
+    each = facts["state_bytes_per_sequence"] + facts["kv_caches"][0]["block_bytes"]
+    assert said["total"] + slots * each == executor.memory.total
     assert said["total"] == sum(said.values()) - said["total"]
     assert executor.memory.pinned == sum(map(len, driver.host.values()))
     assert executor.memory.weights == cuda_artifact.manifest.weights_bytes, "all targets need the same weights"
+
+
+def test_pages_take_what_is_free_and_a_step_sends_the_rows_of_the_table_in_use(cuda_artifact, gpu):
+    """4 pages of 64 tokens a sequence where there is room, else what 80% of the free memory leaves."""
+    device, driver = gpu()
+    executor = CudaExecutor(cuda_artifact, 2, device, CacheOptions("paged"))
+    assert (executor.num_pages, executor.page_size, executor.memory.kv_blocks) == (8, 64, 8)
+    assert executor.memory.total == sum(map(len, driver.blocks.values()))
+    page, least = executor.cache.kind.block_bytes, executor.memory.total - executor.memory.kv_cache
+    prompt = sequence(5, 6, 7)
+    prompt.pages = BlockTable(4)
+    prompt.pages.ids[:2], prompt.pages.count = [6, 3], 2
+    executor.start(prompt)
+    driver.trace.clear()
+    executor.step([Row(prompt, 0, 3, True)])
+    step, (offset, _, shape) = np.ctypeslib.as_array(driver.blocks[executor._step]), executor.inputs.fields["block_table"]
+    assert shape == (2, 4) and step[offset:].view(np.int32)[:4].tolist() == [6, 3, 0, 0]
+    assert driver.trace[0] == ("up", executor._step, offset + 4 * 4), "one row of two"
+    device, driver = gpu(free=-(-(least + 3 * page) * 10 // 8))
+    assert CudaExecutor(cuda_artifact, 2, device, CacheOptions("paged")).num_pages == 3
+    device, driver = gpu()
+    assert CudaExecutor(cuda_artifact, 2, device, CacheOptions("paged", 11 * page)).num_pages == 11
 
 
 def test_too_little_memory_is_refused_before_anything_is_taken(cuda_artifact, gpu):
@@ -131,7 +156,7 @@ def test_closing_gives_everything_back(cuda_artifact, gpu, warm):
     executor = CudaExecutor(cuda_artifact, 1, device)
     if warm:
         executor.warm()  # and does not wait for it
-    assert driver.everything["device"] == 7 and driver.everything["contexts"] == 1
+    assert driver.everything["device"] == 8 and driver.everything["contexts"] == 1
     executor.close()
     assert driver.everything == {}
     executor.close()
