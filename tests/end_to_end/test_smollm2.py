@@ -85,7 +85,8 @@ def test_memory_is_what_the_manifest_says(artifacts):
     assert memory.state == 3 * manifest.state.slot_bytes
     assert memory.weights == manifest.weights_bytes
     assert memory.arena == llm.artifact.cpu_target().arena_bytes
-    assert memory.total == sum(v for v in vars(memory).values())
+    assert memory.kv_cache == 3 * next(c.block_bytes for c in manifest.kv_caches if c.layout == "static")
+    assert memory.total == sum(v for k, v in vars(memory).items() if k != "kv_blocks")
 
 
 def test_command_line(artifacts, capsys):
