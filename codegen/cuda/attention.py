@@ -61,7 +61,9 @@ def attention_decode(frame: Frame) -> Source:
     rows, heads, d = (frame.upper(s) for s in query.type.shape)
     kv_heads = frame.upper(kv.type.shape[2])
     group = heads // kv_heads
-    splits, tile = schedule.attention_decode(rows, kv_heads, group, d, kv.type.dtype)
+    shape = schedule.Heads(rows, kv_heads, group, d, kv.type.dtype, node.attrs.window or 0)
+    tile = schedule.ATTENTION_DECODE.choose(frame.setting, shape)
+    splits = tile.splits
     nest = frame.nest(body, wide=False)
     nest.vector("m", tile.m, "asked")
     nest.vector("d", tile.k, "live_d" if tile.k > d else "")
@@ -90,7 +92,11 @@ def attention(frame: Frame) -> Source:
     kv_heads = frame.upper(cache.shape[2])
     rows = node.inputs[3].type.shape[0]
     group = heads // kv_heads
-    queries, tile = schedule.attention(group, d, cache.dtype, decode=tokens == rows)
+    shape = schedule.Heads(
+        frame.upper(tokens), kv_heads, group, d, cache.dtype, node.attrs.window or 0, decode=tokens == rows
+    )
+    tile = schedule.ATTENTION.choose(frame.setting, shape)
+    queries = schedule.queries(shape, tile)
     tiles = (tokens + rows * (queries - 1)) // queries
     return frame.source(
         "attention", (tiles, kv_heads, 1), tile.num_warps, tile.num_stages, q=q, query_start=query_start,

@@ -18,6 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from aotc.codegen.cuda.nest import BlockNest
 from aotc.codegen.cuda.syntax import POINTER, TritonSyntax, dim
+from aotc.codegen.cuda.tables import Schedules
 from aotc.codegen.loops import Index
 from aotc.ir.graph import Graph, Node, Value
 from aotc.ir.program import Kernel, Strides, area_of
@@ -32,13 +33,15 @@ class Setting:
     """What kernels of one program are rendered for.
 
     `bounds` are the program's dims, `dims` the order in which the device holds their values (see
-    `aotc.codegen.cuda.launch`), `strides` the bytes between slots of the state and blocks of the cache.
+    `aotc.codegen.cuda.launch`), `strides` the bytes between slots of the state and blocks of the cache, `schedules`
+    what chooses tiles (None: the tables that come with aotc).
     """
 
     arch: str
     bounds: tuple[Dim, ...]
     dims: tuple[str, ...]
     strides: Strides = field(default_factory=dict)
+    schedules: Schedules | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from aotc.codegen.cuda.build import Cubin
 from aotc.codegen.cuda.frame import Grid, Setting, Source
 from aotc.codegen.cuda.render import render
+from aotc.codegen.cuda.tables import Schedules
 from aotc.ir.program import ALIGNMENT, LINEAR_SPACES, Call, Program, Strides, area_of
 from aotc.ir.sizes import Dim, Size, product, upper_bound
 
@@ -61,9 +62,11 @@ def slot_layout(program: Program) -> SlotLayout:
     return SlotLayout(offsets, strides)
 
 
-def render_program(program: Program, arch: str, dims: tuple[str, ...], strides: Strides) -> dict[str, Source]:
+def render_program(
+    program: Program, arch: str, dims: tuple[str, ...], strides: Strides, schedules: Schedules | None = None
+) -> dict[str, Source]:
     """The source of each kernel of a program, by the kernel's name."""
-    setting = Setting(arch, program.dims, dims, strides)
+    setting = Setting(arch, program.dims, dims, strides, schedules)
     return {name: render(kernel, setting) for name, kernel in sorted(program.kernels.items())}
 
 

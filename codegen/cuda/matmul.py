@@ -43,11 +43,10 @@ def matmul(frame: Frame) -> Source:
     layer = _Layer(frame, body, dot, norm, width, parts, rows)
     upper = frame.upper(rows)
     if upper == 1:
-        return _matvec(layer, schedule.matvec(frame.setting.arch, width, depth, parts))
+        return _matvec(layer, schedule.MATVEC.choose(frame.setting, layer.shape))
     if upper <= schedule.SKINNY_ROWS:
-        tile, splits = schedule.skinny(frame.setting.arch, upper, width, depth, parts, x.type.dtype)
-        return _skinny(layer, tile, splits)
-    return _matmul(layer, schedule.matmul(upper, width, depth, x.type.dtype, parts, frame.setting.arch))
+        return _skinny(layer, schedule.SKINNY.choose(frame.setting, layer.shape))
+    return _matmul(layer, schedule.MATMUL.choose(frame.setting, layer.shape))
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,12 @@ class _Layer:
     @property
     def depth(self) -> int:
         return self.dot.inputs[1].type.ints[1]
+
+    @property
+    def shape(self) -> schedule.Linear:
+        """What its schedule depends on."""
+        rows, dtype = self.frame.upper(self.rows), self.dot.inputs[0].type.dtype
+        return schedule.Linear(rows, self.width, self.depth, self.parts, dtype, self.norm is not None)
 
     def hooks(self, tile: schedule.Tile) -> dict[str, Any]:
         """What all templates take."""
@@ -89,8 +94,8 @@ def _matvec(layer: _Layer, tile: schedule.Tile) -> Source:
     )
 
 
-def _skinny(layer: _Layer, tile: schedule.Tile, splits: int) -> Source:
-    frame = layer.frame
+def _skinny(layer: _Layer, tile: schedule.Tile) -> Source:
+    frame, splits = layer.frame, tile.splits
     blocks = ceildiv(layer.width, tile.n)
     span = -(-layer.depth // (splits * tile.k)) * tile.k
     hooks = layer.hooks(tile) | {"even_k": layer.depth == splits * span}
