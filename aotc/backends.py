@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -20,6 +20,9 @@ from aotc.passes.runner import dump
 from aotc.planner import CudaKernels, Placement, make_cuda_plan, make_plan
 from aotc.target import Target
 
+if TYPE_CHECKING:
+    from aotc.codegen.cuda.tables import Table
+
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, how much of it is done, and how much there is."""
 
@@ -33,6 +36,8 @@ class Work:
     placement: Placement
     writer: ArtifactWriter
     progress: Progress
+    tables: tuple[Table, ...] = ()
+    note: Callable[[str], None] = lambda _: None  # takes a line that the user should read
 
 
 class Backend(Protocol):
@@ -86,9 +91,14 @@ class CudaBackend:
         from aotc.codegen.cuda.build import compile_sources
         from aotc.codegen.cuda.frame import waits
         from aotc.codegen.cuda.launch import dim_order, launches, render_program
+        from aotc.codegen.cuda.tables import Schedules, encode_table
 
         dims = dim_order(work.programs)
-        rendered = [render_program(p, target.name, dims, work.strides) for p in work.programs]
+        schedules = Schedules(target.name, work.tables)
+        rendered = [render_program(p, target.name, dims, work.strides, schedules) for p in work.programs]
+        if schedules.untuned():
+            work.note(schedules.untuned())
+        work.writer.add_file(f"schedules/{target.name}.json", encode_table(schedules.used()))
         sources = {s.symbol: s for program in rendered for s in program.values()}
         step = _counted(work.progress, f"kernels {target.name}", len(sources))
         cubins = compile_sources(sources.values(), target.name, step)

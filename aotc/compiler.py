@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from aotc.artifact.manifest import FORMAT_VERSION, KVCache, Manifest, State, StateField
 from aotc.artifact.manifest import Model as ModelEntry
 from aotc.artifact.writer import ArtifactWriter
-from aotc.backends import BACKENDS, Progress, Work
+from aotc.backends import BACKENDS, Backend, Progress, Work
 from aotc.frontend.model import Model, read_logical
 from aotc.ir.graph import Graph
 from aotc.ir.interpret import interpret
@@ -35,6 +36,9 @@ from aotc.passes.specialise import decode, extend
 from aotc.planner import Placement
 from aotc.target import Target
 
+if TYPE_CHECKING:
+    from aotc.codegen.cuda.tables import Table
+
 
 @dataclass(frozen=True)
 class Options:
@@ -44,6 +48,7 @@ class Options:
     decode_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     extend_buckets: tuple[int, ...] = (128, 512, 2048)
     kv_layouts: tuple[KVLayout, ...] = (KVLayout("static"), KVLayout("paged"))
+    tables: tuple[Table, ...] = ()  # of schedules, later ones first
 
 
 def buckets(max_rows: int, max_tokens: int, kv_layouts: tuple[KVLayout, ...] = Options.kv_layouts) -> Options:
@@ -56,12 +61,12 @@ def buckets(max_rows: int, max_tokens: int, kv_layouts: tuple[KVLayout, ...] = O
 
 
 def compile_model(
-    model: Model, targets: tuple[Target, ...], writer: ArtifactWriter, options: Options, progress: Progress
-) -> Manifest:
-    """Writes the artifact of a model and returns its manifest (committed). Raises AotcError."""
-    progress("optimise", 0, 1)
-    graph = run_passes(model.graph, MODEL_PASSES, "model")
-    progress("optimise", 1, 1)
+    model: Model, targets: tuple[Target, ...], writer: ArtifactWriter, options: Options, progress: Progress,
+    note: Callable[[str], None] = lambda _: None,
+) -> Manifest:  # fmt: skip
+    """Writes the artifact of a model and returns its manifest (committed). `note` takes lines that the user should
+    read. Raises AotcError."""
+    graph = optimise(model, progress)
     state, caches = state_of(graph), caches_of(graph, options.kv_layouts) if model.kind == "llm" else ()
     areas = {"state": state, **{c.layout: c for c in caches}}
     states = {area: {f.name: f.offset for f in at.fields} for area, at in areas.items() if at is not None}
@@ -69,17 +74,15 @@ def compile_model(
     entries = []
     for device in dict.fromkeys(t.device for t in targets):
         backend = BACKENDS[device]()
-        packed = run_passes(graph, [lambda g, b=backend: pack_weights(g, PACKINGS[b.device])], device)
-        prologue, main = split_weights(packed)
+        prologue, programs = device_programs(graph, model, backend, options, progress)
         work = Work(
-            programs=[
-                make_program(g, backend.templates)
-                for g in progress_over(list(_specialised(main, model, options)), f"programs {device}", progress)
-            ],
+            programs=programs,
             strides={"state": state.slot_bytes if state else 0, **{c.layout: c.block_bytes for c in caches}},
             placement=Placement(weights, states),
             writer=writer,
             progress=progress,
+            tables=options.tables,
+            note=note,
         )
         _write_weights(prologue, model, writer, progress, weights)
         for program in work.programs:
@@ -90,6 +93,25 @@ def compile_model(
         weights_bytes=0, weights_crc32=(), files={}, state=state, kv_caches=caches,
     )  # fmt: skip
     return writer.commit(manifest)
+
+
+def optimise(model: Model, progress: Progress) -> Graph:
+    """The model's graph after the passes that hold for every device."""
+    progress("optimise", 0, 1)
+    graph = run_passes(model.graph, MODEL_PASSES, "model")
+    progress("optimise", 1, 1)
+    return graph
+
+
+def device_programs(
+    graph: Graph, model: Model, backend: Backend, options: Options, progress: Progress
+) -> tuple[Graph, list[Program]]:
+    """(what depends on weights alone, programs) of an optimised graph for one device."""
+    device = backend.device
+    packed = run_passes(graph, [lambda g: pack_weights(g, PACKINGS[device])], device)
+    prologue, main = split_weights(packed)
+    graphs = progress_over(list(_specialised(main, model, options)), f"programs {device}", progress)
+    return prologue, [make_program(g, backend.templates) for g in graphs]
 
 
 def make_program(graph: Graph, templates: Templates = PACKED) -> Program:

@@ -14,6 +14,7 @@ from aotc.artifact.reader import Artifact
 from aotc.codegen.cuda.fake_device import POISON, Request, run_request
 from aotc.codegen.cuda.frame import Source
 from aotc.codegen.cuda.launch import dim_order, render_program
+from aotc.codegen.cuda.tables import Schedules, decode_table
 from aotc.errors import ArtifactError
 from aotc.ir.dtypes import DTYPES
 from aotc.ir.program import Program
@@ -51,8 +52,11 @@ class CudaReplay:
         ]
         self._dims = dim_order(self._programs)
         self._sources: dict[str, Source] = {}
+        table = f"schedules/{target.name}.json"
+        tables = [decode_table(artifact.read(table), table)] if artifact.has(table) else []
+        schedules = Schedules(target.name, tables)
         for program in self._programs:
-            rendered = render_program(program, target.name, self._dims, self._strides)
+            rendered = render_program(program, target.name, self._dims, self._strides, schedules)
             self._sources |= {s.symbol: s for s in rendered.values()}
 
     def run(self, name: str, inputs: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "serve an artifact over OpenAI's API",
     "inspect": "show what is in an artifact: programs, kernels, memory, bytes moved",
     "verify": "check an artifact against its interpreter and its source",
+    "tune": "measure schedules of CUDA kernels on the GPU that is here",
     "bench": "measure start-up or latency of an artifact",
 }
 

@@ -13,20 +13,30 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aotc.backends import Progress
+    from aotc import backends
+    from aotc.codegen.cuda.tables import Table
     from aotc.frontend.model import Model
     from aotc.passes.layout_kv import KVLayout
+    from aotc.target import Target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=".gguf file, Hugging Face folder, hub id or .onnx file")
+    add_model_arguments(parser)
     parser.add_argument(
         "--arch", required=True, metavar="A[,B]", help="cpu, x86-64-v3, x86-64-v4, sm80, sm90, h100, ..."
     )
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the artifact's folder")
+    parser.add_argument("--schedules", action="append", default=[], metavar="FILE",
+                        help="a table of `aotc tune`, asked before the one that comes with aotc")  # fmt: skip
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """What says which programs a model becomes."""
+    parser.add_argument("model", metavar="MODEL", help=".gguf file, Hugging Face folder, hub id or .onnx file")
     parser.add_argument("--dtype", choices=["bf16", "f16", "f32", "auto"], default="auto",
                         help="type of a language model; auto: the checkpoint's, f32 becomes bf16")  # fmt: skip
     parser.add_argument(
@@ -51,22 +61,24 @@ def run(options: argparse.Namespace) -> int:
 
     begin = time.perf_counter()
     targets = parse_targets(options.arch)
-    shown = _silent if options.quiet else _Progress()
-    with _interruptible(shown) as progress, ArtifactWriter(options.output) as writer:
+    tables = _tables(options.schedules, targets)
+    shown, note = (silent, unsaid) if options.quiet else (Progress(), say)
+    with interruptible(shown) as progress, ArtifactWriter(options.output) as writer:
         progress("read and trace", 0, 1)
-        model, compile_options = _open(options)
+        model, compile_options = open_model(options)
+        compile_options = replace(compile_options, tables=tables)
         progress("read and trace", 1, 1)
         _add_text_files(model, writer)
         from aotc.compiler import compile_model
 
-        manifest = compile_model(model, targets, writer, compile_options, progress)
+        manifest = compile_model(model, targets, writer, compile_options, progress, note)
     if not options.quiet:
         _summary(options.output, manifest, time.perf_counter() - begin)
     return 0
 
 
 @contextlib.contextmanager
-def _interruptible(progress: Progress) -> Iterator[Progress]:
+def interruptible(progress: backends.Progress) -> Iterator[backends.Progress]:
     """The first signal that asks for an end raises KeyboardInterrupt, so that the writer removes its temporary folder;
     later ones do not disturb that. Where the exception was lost, in a finalizer, the next progress raises it again.
     Signals that are ignored, as under nohup, stay so."""
@@ -98,7 +110,22 @@ def _interruptible(progress: Progress) -> Iterator[Progress]:
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
-def _open(options: argparse.Namespace):
+def _tables(paths: list[str], targets: tuple[Target, ...]) -> tuple[Table, ...]:
+    """The tables of `--schedules`. Raises RequestError for one that no target would ask."""
+    if not paths:
+        return ()
+    from aotc.codegen.cuda.tables import read_table
+    from aotc.errors import RequestError
+
+    tables = tuple(read_table(path) for path in paths)
+    for path, table in zip(paths, tables, strict=True):
+        if table.arch not in {t.name for t in targets}:
+            raise RequestError(f"--schedules {path} is for {table.arch}, which --arch does not name: leave it out")
+    return tables
+
+
+def open_model(options: argparse.Namespace):
+    """The model and its compile options. Raises AotcError."""
     from aotc.compiler import Options, buckets
 
     if str(options.model).endswith(".onnx"):
@@ -193,11 +220,19 @@ def _add_text_files(model: Model, writer) -> None:
         writer.add_file("generation_config.json", json.dumps(config, sort_keys=True).encode())
 
 
-def _silent(stage: str, done: int, total: int) -> None:
+def silent(stage: str, done: int, total: int) -> None:
     pass
 
 
-class _Progress:
+def unsaid(line: str) -> None:
+    pass
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+class Progress:
     """One line a stage on standard error; it is rewritten in place on a terminal."""
 
     def __init__(self) -> None:

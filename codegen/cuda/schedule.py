@@ -135,14 +135,14 @@ def matmul(arch: str, of: Linear) -> Tile:
 
 
 def matmul_candidates(arch: str, of: Linear) -> Iterator[Tile]:
-    """Tiles of 64 x 32 to 128 x 256 sums, in as many warps as hold those in 32 to 128 registers a thread."""
+    """Tiles of 64 x 64 to 128 x 256 sums, in as many warps as hold those in 32 to 128 registers a thread."""
     size = of.dtype.itemsize
-    for m, n, k, stages in product((64, 128), (32, 64, 128, 256), (64 // size, 128 // size), (3, 4)):
+    for m, n, k, stages in product((64, 128), (64, 128, 256), (64 // size, 128 // size), (3, 4)):
         sums = m * n * of.parts
         if sums > 128 * (256 if size == 2 else 32) or n > max(power_of_two(of.n), 16) or k > max(power_of_two(of.depth), 16):
             continue
         for warps in (4, 8):
-            if m <= max(power_of_two(of.rows), 16) and 16 <= sums // (32 * warps) <= 128:
+            if m <= max(power_of_two(of.rows), 16) and 32 <= sums // (32 * warps) <= 128:
                 tile = _staged(arch, of, Tile(m, n, k, warps, stages))
                 if tile.num_stages == stages:
                     yield tile

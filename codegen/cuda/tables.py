@@ -20,6 +20,7 @@ import msgspec
 from aotc.errors import RequestError
 
 FORMAT = 1
+MOST_TRIES = 30  # of a kernel: of more candidates, every second or third is tried
 S = TypeVar("S")
 P = TypeVar("P")
 
@@ -73,8 +74,9 @@ class Family(Generic[S, P]):
 
     def tries(self, arch: str, shape: P) -> list[S]:
         """The rule's schedule, then the other candidates that fit, each once."""
-        found = dict.fromkeys([self.rule(arch, shape), *self.candidates(arch, shape)])
-        return [s for s in found if not self.wrong(shape, s)]
+        first, *rest = dict.fromkeys([self.rule(arch, shape), *self.candidates(arch, shape)])
+        rest = [s for s in rest if not self.wrong(shape, s)]
+        return [first, *rest[:: -(-len(rest) // (MOST_TRIES - 1)) or 1]]
 
 
 @dataclass(frozen=True)
