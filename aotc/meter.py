@@ -29,6 +29,7 @@ from aotc.tuner import Job, Timing, Trial
 CONTEXT = 2048  # tokens of a sequence when attention to a cache is measured, or as many as there can be
 LEAST_L2 = 50 << 20  # bytes, an H100's; a card with more says so
 LAUNCHES, LEAST_CALLS, MOST_CALLS = 7, 20, 1024
+_STAGING = 16 << 20  # bytes of the host that copies go through
 _PATTERN = 1048583  # random elements before they repeat: a prime, so that no two rows of a matrix are the same
 
 
@@ -64,7 +65,9 @@ def open_meter(arch: str | None) -> Meter:
     gpu = CudaDevice()
     here = "sm{}{}".format(*gpu.capability)
     if arch not in (None, here):
-        raise RequestError(f"schedules of {arch} are measured on such a card, this is {here} ({gpu.name}): --arch native")
+        raise RequestError(
+            f"schedules of {arch} are measured on such a card, this is {here} ({gpu.name}): --arch native"
+        )
     return Meter(here, gpu)
 
 
@@ -84,7 +87,7 @@ class _Bench:
 
     def __init__(self, device: CudaDevice, arch: str, job: Job) -> None:
         self.device, self.arch, self.job = device, arch, job
-        program = job.program
+        program, self.staging = job.program, device.pinned(_STAGING)
         self.values = step_dims(program)
         self.buffers = [program.buffers[n] for n in arguments(program, job.call)]
         self.inputs = set(job.call.inputs)
@@ -128,8 +131,12 @@ class _Bench:
         shapes = [tuple(int(evaluate(s, self.values)) for s in b.type.shape) for b in fresh]  # type: ignore[arg-type]
         arrays = [np.empty(shape, b.type.dtype.np) for shape, b in zip(shapes, fresh, strict=True)]
         for b, array in zip(fresh, arrays, strict=True):
-            device.download(array.reshape(-1).view(np.uint8), self.places[b.name][0])
-        device.synchronize()
+            flat = array.reshape(-1).view(np.uint8)
+            for begin in range(0, flat.nbytes, _STAGING):
+                part = self.staging[: min(_STAGING, flat.nbytes - begin)]
+                device.download(part, self.places[b.name][0] + begin)
+                device.synchronize()
+                flat[begin : begin + part.nbytes] = part
         return arrays
 
     def _time(self, program: CudaProgram) -> float:
@@ -158,9 +165,12 @@ class _Bench:
     def _uploaded(self, data: np.ndarray, copies: int) -> list[int]:
         flat = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         addresses = [self.device.allocate(flat.nbytes, zero=False) for _ in range(copies)]
-        for address in addresses:
-            self.device.upload(address, flat)
-        self.device.synchronize()  # the array goes away
+        for begin in range(0, flat.nbytes, _STAGING):
+            part = flat[begin : begin + _STAGING]
+            self.staging[: part.nbytes] = part
+            for address in addresses:
+                self.device.upload(address + begin, self.staging[: part.nbytes])
+            self.device.synchronize()
         return addresses
 
     def _nbytes(self, b: Buffer) -> int:

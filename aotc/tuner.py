@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from time import monotonic as clock
 from typing import Any
 
 import msgspec
@@ -89,16 +89,15 @@ class Tuning:
     note: Callable[[str], None]
     progress: Progress
     budget: float = float("inf")
-    clock: Callable[[], float] = time.monotonic
 
 
 def tune(jobs: list[Job], table: Table, tuning: Tuning) -> tuple[Table, int]:
     """(the table with the jobs' schedules, jobs that the budget left out)."""
-    end = tuning.clock() + tuning.budget
+    end = clock() + tuning.budget
     stage = f"measure {table.arch}"
     tuning.progress(stage, 0, len(jobs))
     for n, job in enumerate(jobs):
-        if tuning.clock() >= end:
+        if clock() >= end:
             return table, len(jobs) - n
         entry = best(job, table.arch, tuning)
         if entry is not None:
