@@ -201,7 +201,8 @@ def step_inputs(program: Program, values: dict[str, int]) -> dict[str, np.ndarra
     """The integers of that step by the program's inputs: tokens at the end of sequences, each in its slot."""
     rows, tokens = values["slots"], values.get("tokens", values["slots"])
     each = tokens // rows
-    contexts = [upper_bound(b.type.shape[3], program.dims) for b in program.buffers.values() if b.space == "state"]
+    caches = [b.type for b in program.buffers.values() if b.space == "state" and b.type.rank == 5]
+    contexts = [upper_bound(t.shape[3], program.dims) for t in caches]
     length = max(min([CONTEXT, *contexts]), each)
     made: dict[str, np.ndarray] = {
         "positions": np.tile(np.arange(length - each, length), rows), "rows": np.repeat(np.arange(rows), each),

@@ -3,6 +3,7 @@ under Triton's interpreter."""
 
 import ctypes
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,8 @@ SYMBOL_CUBIN = b"\x7fELF"
 class Driver(FakeDriver):
     """Graphs of one kernel run interpreted; longer ones, which are timed, only count."""
 
+    CUdevice_attribute = SimpleNamespace(**vars(FakeDriver.CUdevice_attribute), CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE="L2")
+
     def __init__(self, **options):
         super().__init__(**options)
         self.texts, self.signatures, self.seen = {}, {}, []
@@ -35,7 +38,7 @@ class Driver(FakeDriver):
         self.arity[source.symbol] = len(source.signature) + 2
 
     def do_cuDeviceGetAttribute(self, attribute, device):
-        return 1 << 10 if attribute == 38 else super().do_cuDeviceGetAttribute(attribute, device)
+        return 1 << 10 if attribute == "L2" else super().do_cuDeviceGetAttribute(attribute, device)
 
     def do_cuGraphLaunch(self, executable, stream):
         nodes = self.graphs[executable]
@@ -69,8 +72,8 @@ def trial_of(job, schedule):
 
 
 @pytest.fixture
-def driver(use_driver):
-    FakeDriver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE = 38
+def driver(use_driver, monkeypatch):
+    monkeypatch.setattr("aotc.meter.LEAST_L2", 1 << 17)
     return use_driver(Driver())
 
 
@@ -113,15 +116,14 @@ def test_trials_compute_what_the_interpreter_does_and_agree(jobs, driver, start)
 def test_memory_of_a_job_goes_back_when_the_next_one_begins(jobs, driver):
     meter = open_meter(None)
     assert (meter.arch, meter.device) == ("sm90", "Fake GPU")
+    taken = []
     for start in ("matvec 1 ", "skinny 2 ", "matvec 1 "):
         job = job_of(jobs, start)
         trial = trial_of(job, job.choice.schedule)
         driver.expect(trial.source)
         meter(job, trial)
-        taken = (len(driver.blocks), driver.live["executable"], driver.live["module"])
-        if start == "matvec 1 ":
-            first = locals().get("first") or taken
-    assert taken == first
+        taken.append((len(driver.blocks), driver.live["executable"], driver.live["module"]))
+    assert taken[0] == taken[2] and taken[0][1:] == (2, 2)
 
 
 def test_a_trial_that_does_not_start_leaves_the_gpu_and_a_lost_gpu_is_told_apart(jobs, driver):
@@ -144,8 +146,9 @@ def test_another_card_is_refused(driver):
         open_meter("sm80")
 
 
-def test_copies_go_past_the_cache_and_fit_the_memory():
+def test_copies_go_past_the_cache_and_fit_the_memory(monkeypatch):
     mib = 1 << 20
+    monkeypatch.setattr("aotc.meter.LEAST_L2", 50 * mib)
     assert copies_of(12 * mib, 50 * mib, 1 << 40) == 13  # of 150 MiB
     assert copies_of(12 * mib, 100 * mib, 1 << 40) == 25
     assert copies_of(1, 50 * mib, 1 << 40) == MOST_CALLS
