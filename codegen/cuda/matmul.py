@@ -45,7 +45,8 @@ def matmul(frame: Frame) -> Source:
     if upper == 1:
         return _matvec(layer, schedule.MATVEC.choose(frame.setting, layer.shape))
     if upper <= schedule.SKINNY_ROWS:
-        return _skinny(layer, schedule.SKINNY.choose(frame.setting, layer.shape))
+        tile = schedule.SKINNY.choose(frame.setting, layer.shape)
+        return _skinny(layer, tile, tile.splits)
     return _matmul(layer, schedule.MATMUL.choose(frame.setting, layer.shape))
 
 
@@ -94,8 +95,8 @@ def _matvec(layer: _Layer, tile: schedule.Tile) -> Source:
     )
 
 
-def _skinny(layer: _Layer, tile: schedule.Tile) -> Source:
-    frame, splits = layer.frame, tile.splits
+def _skinny(layer: _Layer, tile: schedule.Tile, splits: int) -> Source:
+    frame = layer.frame
     blocks = ceildiv(layer.width, tile.n)
     span = -(-layer.depth // (splits * tile.k)) * tile.k
     hooks = layer.hooks(tile) | {"even_k": layer.depth == splits * span}
