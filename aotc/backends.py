@@ -17,11 +17,13 @@ from aotc.ir.sizes import upper_bound
 from aotc.ir.templates import Templates
 from aotc.passes.fuse import PACKED
 from aotc.passes.runner import dump
-from aotc.planner import CudaKernels, Placement, make_cuda_plan, make_plan
+from aotc.planner import CudaKernels, Placement, cuda_arena_bytes, make_cuda_plan, make_plan
 from aotc.target import Target
 
 if TYPE_CHECKING:
-    from aotc.codegen.cuda.tables import Table
+    from aotc.codegen.cuda.build import Cubin
+    from aotc.codegen.cuda.frame import Source
+    from aotc.codegen.cuda.tables import Schedules, Table
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, how much of it is done, and how much there is."""
@@ -50,6 +52,10 @@ class Backend(Protocol):
         """What its templates compute."""
         ...
 
+    def arena_bytes(self, target: Target, work: Work) -> dict[str, int]:
+        """What each program takes within a step, by name; weights have no place yet."""
+        ...
+
     def write(self, target: Target, work: Work) -> TargetEntry:
         """Writes kernels and plans of one target of this device."""
         ...
@@ -61,6 +67,9 @@ class CpuBackend:
     device = "cpu"
 
     templates = PACKED
+
+    def arena_bytes(self, target: Target, work: Work) -> dict[str, int]:
+        return {p.name: p.arena_bytes for p in work.programs}
 
     def write(self, target: Target, work: Work) -> TargetEntry:
         from aotc.codegen.cpu.library import build
@@ -81,44 +90,80 @@ class CudaBackend:
 
     device = "cuda"
 
+    def __init__(self) -> None:
+        self._built: dict[str, _Built] = {}  # by target: asked for the arena first, then written
+
     @property
     def templates(self) -> Templates:
         from aotc.codegen.cuda.render import TEMPLATES
 
         return TEMPLATES
 
-    def write(self, target: Target, work: Work) -> TargetEntry:
-        from aotc.codegen.cuda.build import compile_sources
-        from aotc.codegen.cuda.frame import waits
-        from aotc.codegen.cuda.launch import dim_order, launches, render_program
-        from aotc.codegen.cuda.tables import Schedules, encode_table
+    def arena_bytes(self, target: Target, work: Work) -> dict[str, int]:
+        built = self._build(target, work)
+        return {made.program.name: cuda_arena_bytes(made.program, made.kernels) for made in built.programs}
 
-        dims = dim_order(work.programs)
-        schedules = Schedules(target.name, work.tables)
-        rendered = [render_program(p, target.name, dims, work.strides, schedules) for p in work.programs]
-        if schedules.untuned():
-            work.note(schedules.untuned())
-        work.writer.add_file(f"schedules/{target.name}.json", encode_table(schedules.used()))
-        sources = {s.symbol: s for program in rendered for s in program.values()}
-        step = _counted(work.progress, f"kernels {target.name}", len(sources))
-        cubins = compile_sources(sources.values(), target.name, step)
-        for symbol, cubin in cubins.items():
+    def write(self, target: Target, work: Work) -> TargetEntry:
+        from aotc.codegen.cuda.tables import encode_table
+
+        built = self._build(target, work)
+        if built.schedules.untuned():
+            work.note(built.schedules.untuned())
+        work.writer.add_file(f"schedules/{target.name}.json", encode_table(built.schedules.used()))
+        for symbol, cubin in built.cubins.items():
             work.writer.add_file(f"kernels/{target.name}/{symbol}.cubin", cubin.data)
-            dump(f"{target.name}_{symbol}.py", sources[symbol].text)
-        plans, counters = [], 0
-        for program, of_program in zip(work.programs, rendered, strict=True):
-            kernels = CudaKernels({}, {}, {}, {}, dims)
-            for name, launch in launches(of_program, cubins).items():
-                facts = {k: v for k, v in asdict(cubins[launch.symbol]).items() if k not in ("data", "name")}
-                grid = list(launch.grid_at(program.dims))
-                kernels.meta[name] = {"cubin": f"kernels/{target.name}/{launch.symbol}.cubin", "grid": grid, **facts}
-                kernels.meta[name]["waits"] = waits(target.name)
-                kernels.scratch[name] = upper_bound(launch.scratch_bytes, program.dims)
-                kernels.counters[name] = upper_bound(launch.counter_bytes, program.dims)
-                kernels.triton[name] = cubins[launch.symbol].global_scratch_bytes * math.prod(grid)
-                counters = max(counters, kernels.counters[name])
-            plans.append(make_cuda_plan(program, kernels, work.placement))
-        return msgspec.structs.replace(_entry(target, plans, "", 0, work), dims=dims, counter_bytes=counters)
+            dump(f"{target.name}_{symbol}.py", built.sources[symbol].text)
+        plans = [make_cuda_plan(made.program, made.kernels, work.placement) for made in built.programs]
+        counters = max((c for made in built.programs for c in made.kernels.counters.values()), default=0)
+        return msgspec.structs.replace(_entry(target, plans, "", 0, work), dims=built.dims, counter_bytes=counters)
+
+    def _build(self, target: Target, work: Work) -> _Built:
+        if target.name not in self._built:
+            self._built[target.name] = _build(target, work)
+        return self._built[target.name]
+
+
+@dataclass(frozen=True)
+class _BuiltProgram:
+    program: Program
+    kernels: CudaKernels
+
+
+@dataclass(frozen=True)
+class _Built:
+    """The kernels of a CUDA target, and what each program's plan must know of them."""
+
+    sources: dict[str, Source]
+    cubins: dict[str, Cubin]
+    schedules: Schedules
+    dims: tuple[str, ...]
+    programs: list[_BuiltProgram]
+
+
+def _build(target: Target, work: Work) -> _Built:
+    from aotc.codegen.cuda.build import compile_sources
+    from aotc.codegen.cuda.frame import waits
+    from aotc.codegen.cuda.launch import dim_order, launches, render_program
+    from aotc.codegen.cuda.tables import Schedules
+
+    dims, schedules = dim_order(work.programs), Schedules(target.name, work.tables)
+    rendered = [render_program(p, target.name, dims, work.strides, schedules) for p in work.programs]
+    sources = {s.symbol: s for program in rendered for s in program.values()}
+    step = _counted(work.progress, f"kernels {target.name}", len(sources))
+    cubins = compile_sources(sources.values(), target.name, step)
+    programs = []
+    for program, of_program in zip(work.programs, rendered, strict=True):
+        kernels = CudaKernels({}, {}, {}, {}, dims)
+        for name, launch in launches(of_program, cubins).items():
+            facts = {k: v for k, v in asdict(cubins[launch.symbol]).items() if k not in ("data", "name")}
+            grid = list(launch.grid_at(program.dims))
+            kernels.meta[name] = {"cubin": f"kernels/{target.name}/{launch.symbol}.cubin", "grid": grid, **facts}
+            kernels.meta[name]["waits"] = waits(target.name)
+            kernels.scratch[name] = upper_bound(launch.scratch_bytes, program.dims)
+            kernels.counters[name] = upper_bound(launch.counter_bytes, program.dims)
+            kernels.triton[name] = cubins[launch.symbol].global_scratch_bytes * math.prod(grid)
+        programs.append(_BuiltProgram(program, kernels))
+    return _Built(sources, cubins, schedules, dims, programs)
 
 
 BACKENDS: dict[str, Callable[[], Backend]] = {"cpu": CpuBackend, "cuda": CudaBackend}

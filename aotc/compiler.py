@@ -11,6 +11,7 @@ from aotc.artifact.manifest import FORMAT_VERSION, KVCache, Manifest, State, Sta
 from aotc.artifact.manifest import Model as ModelEntry
 from aotc.artifact.writer import ArtifactWriter
 from aotc.backends import BACKENDS, Backend, Progress, Work
+from aotc.errors import UnsupportedError
 from aotc.frontend.model import Model, read_logical
 from aotc.ir.graph import Graph
 from aotc.ir.interpret import interpret
@@ -49,6 +50,7 @@ class Options:
     extend_buckets: tuple[int, ...] = (128, 512, 2048)
     kv_layouts: tuple[KVLayout, ...] = (KVLayout("static"), KVLayout("paged"))
     tables: tuple[Table, ...] = ()  # of schedules, later ones first
+    workspace_bytes: int | None = None  # that a program's arena may take
 
 
 def buckets(max_rows: int, max_tokens: int, kv_layouts: tuple[KVLayout, ...] = Options.kv_layouts) -> Options:
@@ -84,6 +86,9 @@ def compile_model(
             tables=options.tables,
             note=note,
         )
+        for target in targets:
+            if target.device == device and options.workspace_bytes is not None:
+                _require_fit(backend.arena_bytes(target, work), target, options.workspace_bytes)
         _write_weights(prologue, model, writer, progress, weights)
         for program in work.programs:
             writer.add_file(f"graphs/{device}/{program.name}.ir", (str(program.graph) + "\n").encode())
@@ -93,6 +98,17 @@ def compile_model(
         weights_bytes=0, weights_crc32=(), files={}, state=state, kv_caches=caches,
     )  # fmt: skip
     return writer.commit(manifest)
+
+
+def _require_fit(arena_bytes: dict[str, int], target: Target, most: int) -> None:
+    """Raises UnsupportedError, saying the least that would do, where a program's arena is larger than `most`."""
+    name = max(arena_bytes, key=lambda n: arena_bytes[n])
+    if arena_bytes[name] > most:
+        advice = ", or fewer tokens a step with --max-num-batched-tokens" if name.startswith("extend_") else ""
+        raise UnsupportedError(
+            f"--workspace-size {most} is too small: program {name} of {target.name} takes {arena_bytes[name]} bytes, "
+            f"the most of its {len(arena_bytes)}: say --workspace-size {arena_bytes[name]}{advice}"
+        )
 
 
 def optimise(model: Model, progress: Progress) -> Graph:

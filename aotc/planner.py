@@ -49,6 +49,11 @@ def make_cuda_plan(program: Program, kernels: CudaKernels, placement: Placement)
     return _CudaPlanner(program, kernels, placement).plan()
 
 
+def cuda_arena_bytes(program: Program, kernels: CudaKernels) -> int:
+    """The arena of that plan, before weights have places."""
+    return _CudaPlanner(program, kernels, Placement({}, {})).arena_bytes
+
+
 class _Planner:
     def __init__(self, program: Program, dims_of: Mapping[str, tuple[str, ...]], placement: Placement) -> None:
         self.program, self.dims_of, self.placement = program, dims_of, placement
@@ -138,9 +143,13 @@ class _CudaPlanner(_Planner):
         self.spaces += [P.Space("dims", "dims"), P.Space("counters", "counters")]
 
     def plan(self) -> P.Plan:
-        plan = super().plan()
+        return msgspec.structs.replace(super().plan(), arena_bytes=self.arena_bytes)
+
+    @property
+    def arena_bytes(self) -> int:
+        """The program's buffers, and behind them the scratch of the kernel that needs most."""
         largest = max((self._after_scratch(k) + self.cuda.triton[k] for k in self.kernels), default=0)
-        return msgspec.structs.replace(plan, arena_bytes=plan.arena_bytes + largest)
+        return self.program.arena_bytes + largest
 
     def _kernel(self, name: str) -> P.Kernel:
         meta = self.cuda.meta[name]

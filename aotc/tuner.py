@@ -18,26 +18,26 @@ from aotc.codegen.cuda.render import render
 from aotc.codegen.cuda.tables import Choice, Entry, Forced, Schedules, Table
 from aotc.errors import AotcError, CompilerError, DeviceLostError, RequestError
 from aotc.harness import TOLERANCE, relative_error
-from aotc.ir.program import ALIGNMENT, Call, Program
+from aotc.ir.program import ALIGNMENT, LINEAR_SPACES, Call, Program, Strides, area_of
 from aotc.ir.sizes import product, upper_bound
 
 
 @dataclass(frozen=True)
 class Job:
-    """A shape class to be measured, by the first call of the programs that has it. `slot_bytes` is what one sequence
-    takes in the caches that this call reads: no other layer's lie between them."""
+    """A shape class to be measured, by the first call of the programs that has it. `strides` are what one sequence
+    or page takes in the caches that this call reads: no other layer's lie between them."""
 
     key: str
     choice: Choice
     program: Program
     call: Call
     dims: tuple[str, ...]
-    slot_bytes: int
+    strides: Strides
 
     def source(self, arch: str, schedule: Any) -> Source:
         """The kernel with a schedule. Raises AotcError."""
         forced = Forced(arch, {self.key: schedule})
-        setting = Setting(arch, self.program.dims, self.dims, self.slot_bytes, forced)
+        setting = Setting(arch, self.program.dims, self.dims, self.strides, forced)
         return render(self.program.kernels[self.call.kernel], setting)
 
 
@@ -67,17 +67,20 @@ def jobs_of(programs: Iterable[Program], arch: str) -> list[Job]:
     dims, found = dim_order(programs), dict[str, Job]()
     for program in programs:
         for call in program.calls():
-            schedules, slot = Schedules(arch), _slot_bytes(program, call)
-            render(program.kernels[call.kernel], Setting(arch, program.dims, dims, slot, schedules))
+            schedules, strides = Schedules(arch), _strides(program, call)
+            render(program.kernels[call.kernel], Setting(arch, program.dims, dims, strides, schedules))
             for key, choice in schedules.chosen.items():
-                found.setdefault(key, Job(key, choice, program, call, dims, slot))
+                found.setdefault(key, Job(key, choice, program, call, dims, strides))
     return list(found.values())
 
 
-def _slot_bytes(program: Program, call: Call) -> int:
-    types = {b.name: b.type for b in (program.buffers[n] for n in call.inputs) if b.space == "state"}
-    sizes = [upper_bound(product(t.shape[1:]), program.dims) * t.dtype.itemsize for t in types.values()]
-    return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
+def _strides(program: Program, call: Call) -> Strides:
+    found: dict[str, int] = {}
+    for b in {n: program.buffers[n] for n in call.inputs}.values():
+        if b.space in LINEAR_SPACES:
+            size = upper_bound(product(b.type.shape[1:]), program.dims) * b.type.dtype.itemsize
+            found[area_of(b.type)] = found.get(area_of(b.type), 0) + -(-size // ALIGNMENT) * ALIGNMENT
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Places the buffers of the arena: greedy by size, each at the lowest offset that no live neighbour holds."""
+"""Places the buffers of the arena, each at the lowest offset that no live neighbour holds, in the best of several orders."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import insort
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from aotc.ir.program import ALIGNMENT, Branch, Instruction, Program, buffer_bytes
@@ -27,8 +28,9 @@ def plan_memory(program: Program) -> Program:
         for n, b in program.buffers.items()
         if b.space != "arena" or n in offsets
     }
-    total = max((offsets[i.name] + i.size for i in intervals), default=0)
-    return replace(program, buffers=buffers, arena_bytes=total, arena_lower_bound=lower_bound(intervals))
+    return replace(
+        program, buffers=buffers, arena_bytes=_total(intervals, offsets), arena_lower_bound=lower_bound(intervals)
+    )
 
 
 def live_ranges(program: Program) -> list[Interval]:
@@ -62,10 +64,49 @@ def live_ranges(program: Program) -> list[Interval]:
 
 
 def place(intervals: list[Interval]) -> dict[str, int]:
-    """Offsets by name: no two intervals that overlap in time overlap in memory."""
+    """Offsets by name: no two intervals that overlap in time overlap in memory.
+
+    The smallest arena of several orders of placement. Where that is above the lower bound, what reaches its end is
+    placed first, a few times over.
+    """
+    bound = lower_bound(intervals)
+    best: dict[str, int] = {}
+    least, order = -1, intervals
+    for key in _ORDERS:
+        tried = sorted(intervals, key=key)
+        offsets = _place_in(tried)
+        if least < 0 or _total(intervals, offsets) < least:
+            best, least, order = offsets, _total(intervals, offsets), tried
+        if least == bound:
+            return best
+    for _ in range(_REPAIRS if len(intervals) <= _MOST_REPAIRED else 0):
+        current = _place_in(order)
+        end = _total(intervals, current)
+        top = [i for i in order if current[i.name] + i.size == end]
+        order = [*top, *(i for i in order if i not in top)]
+        offsets = _place_in(order)
+        if _total(intervals, offsets) < least:
+            best, least = offsets, _total(intervals, offsets)
+        if least == bound:
+            break
+    return best
+
+
+_ORDERS: tuple[Callable[[Interval], tuple[int | str, ...]], ...] = (
+    lambda i: (-i.size, i.start, i.name),
+    lambda i: (-i.size * (i.end - i.start + 1), i.start, i.name),
+    lambda i: (i.start - i.end, -i.size, i.start, i.name),
+    lambda i: (i.start, -i.size, i.name),
+    lambda i: (-i.end, -i.size, i.name),
+)
+_REPAIRS, _MOST_REPAIRED = 30, 1000  # tries, and buffers: placing takes their square
+
+
+def _place_in(order: list[Interval]) -> dict[str, int]:
+    """Each interval at the lowest offset that no neighbour in time holds."""
     placed: list[tuple[int, Interval]] = []
     offsets: dict[str, int] = {}
-    for item in sorted(intervals, key=lambda i: (-i.size, i.start, i.name)):
+    for item in order:
         offset = 0
         for other_offset, other in placed:  # sorted by offset
             if item.start > other.end or other.start > item.end:
@@ -74,9 +115,12 @@ def place(intervals: list[Interval]) -> dict[str, int]:
                 break
             offset = max(offset, other_offset + other.size)
         offsets[item.name] = offset
-        placed.append((offset, item))
-        placed.sort(key=lambda p: p[0])
+        insort(placed, (offset, item), key=lambda p: p[0])
     return offsets
+
+
+def _total(intervals: list[Interval], offsets: Mapping[str, int]) -> int:
+    return max((offsets[i.name] + i.size for i in intervals), default=0)
 
 
 def lower_bound(intervals: list[Interval]) -> int:

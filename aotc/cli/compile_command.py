@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the artifact's folder")
     parser.add_argument("--schedules", action="append", default=[], metavar="FILE",
                         help="a table of `aotc tune`, asked before the one that comes with aotc")  # fmt: skip
+    parser.add_argument("--workspace-size", metavar="BYTES", help="most memory for what lives within a step, such as 512MiB")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,16 +58,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from aotc.artifact.writer import ArtifactWriter
+    from aotc.cli.options import parse_bytes
     from aotc.target import parse_targets
 
     begin = time.perf_counter()
     targets = parse_targets(options.arch)
     tables = _tables(options.schedules, targets)
+    workspace = None if options.workspace_size is None else parse_bytes("--workspace-size", options.workspace_size)
     shown, note = (silent, unsaid) if options.quiet else (Progress(), say)
     with interruptible(shown) as progress, ArtifactWriter(options.output) as writer:
         progress("read and trace", 0, 1)
         model, compile_options = open_model(options)
-        compile_options = replace(compile_options, tables=tables)
+        compile_options = replace(compile_options, tables=tables, workspace_bytes=workspace)
         progress("read and trace", 1, 1)
         _add_text_files(model, writer)
         from aotc.compiler import compile_model

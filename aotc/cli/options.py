@@ -3,6 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import re
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """`1048576`, `512MiB` or `1.5 GB` as bytes. Raises RequestError."""
+    from aotc.errors import RequestError
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip(), re.ASCII)
+    if match is None or match[2].upper() not in UNITS or (match[2] == "" and "." in match[1]):
+        raise RequestError(f"{flag} {text}: write a number of bytes, or one with a unit, such as 512MiB or 2GB")
+    whole, _, part = match[1].partition(".")
+    return int(whole + part) * UNITS[match[2].upper()] // 10 ** len(part)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
