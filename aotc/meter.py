@@ -20,7 +20,8 @@ from aotc.codegen.cuda.frame import waits
 from aotc.codegen.cuda.launch import arguments
 from aotc.errors import DeviceError, DeviceLostError, RequestError
 from aotc.ir.dtypes import DType
-from aotc.ir.program import Buffer, Program, buffer_bytes
+from aotc.ir.graph import TensorType
+from aotc.ir.program import LINEAR_SPACES, Buffer, Program, area_of, buffer_bytes
 from aotc.ir.sizes import evaluate, upper_bound
 from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
@@ -91,7 +92,7 @@ class _Bench:
         self.values = step_dims(program)
         self.buffers = [program.buffers[n] for n in arguments(program, job.call)]
         self.inputs = set(job.call.inputs)
-        rotated = [b for b in self.buffers if b.space in ("weight", "state")]
+        rotated = [b for b in self.buffers if b.space in ("weight", *LINEAR_SPACES)]
         kind = device.driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
         l2, free = device.call("cuDeviceGetAttribute", kind, device.device), device.call("cuMemGetInfo")[0]
         copies = copies_of(sum(map(self._nbytes, rotated)), l2, free // 2)
@@ -174,8 +175,9 @@ class _Bench:
         return addresses
 
     def _nbytes(self, b: Buffer) -> int:
-        if b.space == "state":
-            return self.values["slots"] * self.job.slot_bytes
+        if b.space in LINEAR_SPACES:
+            area = area_of(b.type)
+            return self.values["pages" if area == "paged" else "slots"] * self.job.strides[area]
         return buffer_bytes(b, self.job.program.dims)
 
 
@@ -194,20 +196,35 @@ def step_dims(program: Program) -> dict[str, int]:
     values = {d.name: d.hi for d in program.dims}
     if "tokens" in values:
         values["rows"] = 1
-    return values | {"slots": values.get("rows", 1)}
+    rows = values.get("rows", 1)
+    return values | {"slots": rows, "pages": rows * _pages_of_a_row(program)}
+
+
+def _caches(program: Program) -> list[TensorType]:
+    return [b.type for b in program.buffers.values() if b.space in LINEAR_SPACES and b.type.rank == 5]
+
+
+def _pages_of_a_row(program: Program) -> int:
+    """Pages that hold what a sequence of a step has; 1 where there are none."""
+    sizes = [upper_bound(t.shape[3], program.dims) for t in _caches(program) if area_of(t) == "paged"]
+    longest = max(CONTEXT, *(d.hi for d in program.dims if d.name == "tokens"), 0)
+    return max((-(-longest // size) for size in sizes), default=1)
 
 
 def step_inputs(program: Program, values: dict[str, int]) -> dict[str, np.ndarray]:
     """The integers of that step by the program's inputs: tokens at the end of sequences, each in its slot."""
     rows, tokens = values["slots"], values.get("tokens", values["slots"])
     each = tokens // rows
-    caches = [b.type for b in program.buffers.values() if b.space == "state" and b.type.rank == 5]
-    contexts = [upper_bound(t.shape[3], program.dims) for t in caches]
+    contexts = [upper_bound(t.shape[3], program.dims) for t in _caches(program) if area_of(t) == "static"]
     length = max(min([CONTEXT, *contexts]), each)
     made: dict[str, np.ndarray] = {
         "positions": np.tile(np.arange(length - each, length), rows), "rows": np.repeat(np.arange(rows), each),
         "query_start": np.arange(rows + 1) * each, "seq_lens": np.full(rows, length), "kv_index": np.arange(rows),
     }  # fmt: skip
+    for table in (b for b in program.buffers.values() if b.key == "block_table"):
+        own = _pages_of_a_row(program)
+        most = upper_bound(table.type.shape[1], program.dims)
+        made["block_table"] = np.arange(rows)[:, None] * own + np.minimum(np.arange(most), own - 1)[None, :]
     return {k: v.astype(np.int32) for k, v in made.items()}
 
 
