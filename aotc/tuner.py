@@ -177,12 +177,17 @@ def select(programs: list[Program], kinds: str | None) -> list[Program]:
     """The programs of `--programs`. Raises RequestError for a kind that there is none of."""
     if kinds is None:
         return programs
-    there = dict.fromkeys(p.name.partition("_")[0] for p in programs)
+    there = dict.fromkeys(_kind(p) for p in programs)
     asked = [k.strip() for k in kinds.split(",")]
     for kind in asked:
         if kind not in there:
             raise RequestError(f"--programs {kind}: this model has {', '.join(there)}")
-    return [p for p in programs if p.name.partition("_")[0] in asked]
+    return [p for p in programs if _kind(p) in asked]
+
+
+def _kind(program: Program) -> str:
+    """decode or extend, of both layouts of the cache; a tensor model's program by its name."""
+    return program.name.removeprefix("paged_").partition("_")[0]
 
 
 def left(jobs: list[Job], table: Table, force: bool) -> list[Job]:

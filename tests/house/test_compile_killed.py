@@ -52,7 +52,7 @@ def stop_around(name, first):
         return result
     setattr(writer, name, stopped)
 
-compile_command._silent = stop_at_stage
+compile_command.silent = stop_at_stage
 moments = {"no folder yet": ("_remove_stale", False), "all written": ("_put_in_place", True),
            "before the exchange": ("_exchange", True), "after the exchange": ("_exchange", False)}
 if point in moments:

@@ -85,7 +85,7 @@ def test_a_workspace_that_fits_is_taken_and_one_byte_less_is_refused_with_the_le
     advice = ", or fewer tokens a step with --max-num-batched-tokens"
     assert (code, said) == (2, (
         f"aotc: error: --workspace-size {target.arena_bytes - 1} is too small: program extend_64 of {arch} takes "
-        f"{target.arena_bytes} bytes, the most of its 3: say --workspace-size {target.arena_bytes}{advice}\n"
+        f"{target.arena_bytes} bytes, the most of its 6: say --workspace-size {target.arena_bytes}{advice}\n"
     ))  # fmt: skip
     assert not (tmp_path / "small").exists()
 
