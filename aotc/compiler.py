@@ -104,7 +104,7 @@ def _require_fit(arena_bytes: dict[str, int], target: Target, most: int) -> None
     """Raises UnsupportedError, saying the least that would do, where a program's arena is larger than `most`."""
     name = max(arena_bytes, key=lambda n: arena_bytes[n])
     if arena_bytes[name] > most:
-        advice = ", or fewer tokens a step with --max-num-batched-tokens" if name.startswith("extend_") else ""
+        advice = ", or fewer tokens a step with --max-num-batched-tokens" if "extend_" in name else ""
         raise UnsupportedError(
             f"--workspace-size {most} is too small: program {name} of {target.name} takes {arena_bytes[name]} bytes, "
             f"the most of its {len(arena_bytes)}: say --workspace-size {arena_bytes[name]}{advice}"

@@ -62,7 +62,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Heads:
-    """Attention: tokens (rows where each has one) at most, groups of query heads that share a key, lanes of a head."""
+    """Attention: tokens (rows where each has one) at most, groups of query heads that share a key, lanes of a head;
+    whether keys lie in pages."""
 
     tokens: int
     kv_heads: int
@@ -71,11 +72,12 @@ class Heads:
     dtype: DType
     window: int = 0
     decode: bool = False
+    paged: bool = False
 
     def __str__(self) -> str:
         window = f" window {self.window}" if self.window else ""
         heads = f"{self.kv_heads}x{self.group}x{self.head_dim}"
-        return f"{self.tokens} {heads} {self.dtype.name}{window}{' decode' * self.decode}"
+        return f"{self.tokens} {heads} {self.dtype.name}{window}{' decode' * self.decode}{' paged' * self.paged}"
 
     @property
     def lanes(self) -> int:
@@ -139,7 +141,9 @@ def matmul_candidates(arch: str, of: Linear) -> Iterator[Tile]:
     size = of.dtype.itemsize
     for m, n, k, stages in product((64, 128), (64, 128, 256), (64 // size, 128 // size), (3, 4)):
         sums = m * n * of.parts
-        if sums > 128 * (256 if size == 2 else 32) or n > max(power_of_two(of.n), 16) or k > max(power_of_two(of.depth), 16):
+        if sums > 128 * (256 if size == 2 else 32):
+            continue
+        if n > max(power_of_two(of.n), 16) or k > max(power_of_two(of.depth), 16):
             continue
         for warps in (4, 8):
             if m <= max(power_of_two(of.rows), 16) and 32 <= sums // (32 * warps) <= 128:

@@ -79,6 +79,7 @@ def test_the_fastest_lands_in_the_table_and_the_next_compile_uses_it(
     written = read_table(table)
     assert written.device == "Fake GPU" and sorted(written.schedules) == sorted(made.keys)
     assert {k.split()[0] for k in made.keys} == {"matvec", "skinny", "attention_decode"}
+    assert {" paged" in k for k in made.keys if k.startswith("attention_decode 2")} == {True, False}
     assert all(e.microseconds == 5.0 and e.by_rule == 10.0 for e in written.schedules.values())
     assert [len(t) for t in made.trials] == [3] * len(made.keys)
     assert f"{len(made.keys)} of the {len(made.keys)} schedules" in answer.err and "Fake GPU" in answer.err
