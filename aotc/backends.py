@@ -39,6 +39,7 @@ class Work:
     writer: ArtifactWriter
     progress: Progress
     tables: tuple[Table, ...] = ()
+    batch_invariant: bool = False
     note: Callable[[str], None] = lambda _: None  # takes a line that the user should read
 
 
@@ -143,11 +144,15 @@ class _Built:
 def _build(target: Target, work: Work) -> _Built:
     from aotc.codegen.cuda.build import compile_sources
     from aotc.codegen.cuda.frame import waits
-    from aotc.codegen.cuda.launch import dim_order, launches, render_program
+    from aotc.codegen.cuda.launch import dim_order, launches, render_program, widest_dims
     from aotc.codegen.cuda.tables import Schedules
 
     dims, schedules = dim_order(work.programs), Schedules(target.name, work.tables)
-    rendered = [render_program(p, target.name, dims, work.strides, schedules) for p in work.programs]
+    rendered = [
+        render_program(p, target.name, dims, work.strides, schedules,
+                       widest_dims(p, work.programs) if work.batch_invariant else ())
+        for p in work.programs
+    ]  # fmt: skip
     sources = {s.symbol: s for program in rendered for s in program.values()}
     step = _counted(work.progress, f"kernels {target.name}", len(sources))
     cubins = compile_sources(sources.values(), target.name, step)

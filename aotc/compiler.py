@@ -51,6 +51,7 @@ class Options:
     kv_layouts: tuple[KVLayout, ...] = (KVLayout("static"), KVLayout("paged"))
     tables: tuple[Table, ...] = ()  # of schedules, later ones first
     workspace_bytes: int | None = None  # that a program's arena may take
+    batch_invariant: bool = False  # a row's result does not depend on the other rows (CUDA)
 
 
 def buckets(max_rows: int, max_tokens: int, kv_layouts: tuple[KVLayout, ...] = Options.kv_layouts) -> Options:
@@ -84,6 +85,7 @@ def compile_model(
             writer=writer,
             progress=progress,
             tables=options.tables,
+            batch_invariant=options.batch_invariant,
             note=note,
         )
         for target in targets:
@@ -127,7 +129,10 @@ def device_programs(
     packed = run_passes(graph, [lambda g: pack_weights(g, PACKINGS[device])], device)
     prologue, main = split_weights(packed)
     graphs = progress_over(list(_specialised(main, model, options)), f"programs {device}", progress)
-    return prologue, [make_program(g, backend.templates) for g in graphs]
+    templates = backend.templates
+    if options.batch_invariant:  # a norm within the layer rounds otherwise than one before it
+        templates = replace(templates, norm_rows=0)
+    return prologue, [make_program(g, templates) for g in graphs]
 
 
 def make_program(graph: Graph, templates: Templates = PACKED) -> Program:
@@ -210,6 +215,7 @@ def _model_entry(model: Model, options: Options) -> ModelEntry:
         model.name, model.kind, dtype, c.family, c.vocab_size, model.max_model_len, c.num_hidden_layers,
         max(options.decode_buckets), max(options.extend_buckets), c.eos_token_ids,
         parameters=sum(math.prod(w.value.type.shape) for w in model.graph.weights),  # type: ignore[arg-type]
+        batch_invariant=options.batch_invariant,
     )  # fmt: skip
 
 

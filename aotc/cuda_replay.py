@@ -13,7 +13,7 @@ from aotc.artifact.plan import Address, If, Instruction, Plan, Tensor, evaluate
 from aotc.artifact.reader import Artifact
 from aotc.codegen.cuda.fake_device import POISON, Request, run_request
 from aotc.codegen.cuda.frame import Source
-from aotc.codegen.cuda.launch import dim_order, render_program
+from aotc.codegen.cuda.launch import dim_order, render_program, widest_dims
 from aotc.codegen.cuda.tables import Schedules, decode_table
 from aotc.errors import ArtifactError
 from aotc.ir.dtypes import DTYPES
@@ -56,7 +56,8 @@ class CudaReplay:
         tables = [decode_table(artifact.read(table), table)] if artifact.has(table) else []
         schedules = Schedules(target.name, tables)
         for program in self._programs:
-            rendered = render_program(program, target.name, self._dims, self._strides, schedules)
+            widest = widest_dims(program, self._programs) if manifest.model.batch_invariant else ()
+            rendered = render_program(program, target.name, self._dims, self._strides, schedules, widest)
             self._sources |= {s.symbol: s for s in rendered.values()}
 
     def run(self, name: str, inputs: Mapping[str, np.ndarray], dims: Mapping[str, int]) -> dict[str, np.ndarray]:

@@ -13,13 +13,13 @@ import numpy as np
 from aotc.backends import Progress
 from aotc.codegen.cuda.build import Cubin, compile_sources
 from aotc.codegen.cuda.frame import Setting, Source
-from aotc.codegen.cuda.launch import dim_order
+from aotc.codegen.cuda.launch import dim_order, widest_dims
 from aotc.codegen.cuda.render import render
 from aotc.codegen.cuda.tables import Choice, Entry, Forced, Schedules, Table
 from aotc.errors import AotcError, CompilerError, DeviceLostError, RequestError
 from aotc.harness import TOLERANCE, relative_error
 from aotc.ir.program import ALIGNMENT, LINEAR_SPACES, Call, Program, Strides, area_of
-from aotc.ir.sizes import product, upper_bound
+from aotc.ir.sizes import Dim, product, upper_bound
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,12 @@ class Job:
     call: Call
     dims: tuple[str, ...]
     strides: Strides
+    widest: tuple[Dim, ...] = ()
 
     def source(self, arch: str, schedule: Any) -> Source:
         """The kernel with a schedule. Raises AotcError."""
         forced = Forced(arch, {self.key: schedule})
-        setting = Setting(arch, self.program.dims, self.dims, self.strides, forced)
+        setting = Setting(arch, self.program.dims, self.dims, self.strides, forced, self.widest)
         return render(self.program.kernels[self.call.kernel], setting)
 
 
@@ -61,16 +62,17 @@ Meter = Callable[[Job, Trial], Timing]
 """Times a candidate. Raises DeviceError where it does not run, DeviceLostError where nothing runs any more."""
 
 
-def jobs_of(programs: Iterable[Program], arch: str) -> list[Job]:
+def jobs_of(programs: Iterable[Program], arch: str, batch_invariant: bool = False) -> list[Job]:
     """The shape classes of programs, in order, each once."""
     programs = list(programs)
     dims, found = dim_order(programs), dict[str, Job]()
     for program in programs:
+        widest = widest_dims(program, programs) if batch_invariant else ()
         for call in program.calls():
             schedules, strides = Schedules(arch), _strides(program, call)
-            render(program.kernels[call.kernel], Setting(arch, program.dims, dims, strides, schedules))
+            render(program.kernels[call.kernel], Setting(arch, program.dims, dims, strides, schedules, widest))
             for key, choice in schedules.chosen.items():
-                found.setdefault(key, Job(key, choice, program, call, dims, strides))
+                found.setdefault(key, Job(key, choice, program, call, dims, strides, widest))
     return list(found.values())
 
 

@@ -110,6 +110,7 @@ class Model(_Struct, frozen=True):
     max_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     parameters: int = 0
+    batch_invariant: bool = False  # on GPUs, what a row gets does not depend on the other rows of its step
 
 
 class Manifest(_Struct, frozen=True):

@@ -49,6 +49,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
                         help="layouts of the KV cache that there are programs for")  # fmt: skip
     parser.add_argument("--kv-page-size", "--block-size", type=int, default=64, metavar="N",
                         help="tokens of a page, a power of two from 16 on")  # fmt: skip
+    parser.add_argument("--batch-invariant", action="store_true",
+                        help="on GPUs, the bits that a sequence gets do not depend on the others of its step")  # fmt: skip
     parser.add_argument("--weights", metavar="random:SEED", help="make the weights from the config alone")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=LO..HI",
@@ -59,11 +61,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     from aotc.artifact.writer import ArtifactWriter
     from aotc.cli.options import parse_bytes
+    from aotc.errors import RequestError
     from aotc.target import parse_targets
 
     begin = time.perf_counter()
     targets = parse_targets(options.arch)
     tables = _tables(options.schedules, targets)
+    if options.batch_invariant and any(t.device != "cuda" for t in targets):
+        raise RequestError("--batch-invariant is for GPUs: leave it out, or the CPU out of --arch")
     workspace = None if options.workspace_size is None else parse_bytes("--workspace-size", options.workspace_size)
     shown, note = (silent, unsaid) if options.quiet else (Progress(), say)
     with interruptible(shown) as progress, ArtifactWriter(options.output) as writer:
@@ -133,7 +138,7 @@ def open_model(options: argparse.Namespace):
 
     if str(options.model).endswith(".onnx"):
         _refuse(options, "an ONNX model", dtype="auto", max_model_len=None, weights=None, revision=None,
-                kv_layout="both", kv_page_size=64)  # fmt: skip
+                kv_layout="both", kv_page_size=64, batch_invariant=False)  # fmt: skip
         from aotc.frontend.onnx import open_onnx
 
         return open_onnx(options.model, parse_dims(options.dim)), Options()
@@ -151,7 +156,8 @@ def open_model(options: argparse.Namespace):
     dtype = ("bf16" if config.dtype == "f32" else config.dtype) if options.dtype == "auto" else options.dtype
     if options.dtype == "auto" and config.dtype == "f32" and not options.quiet:
         print("the checkpoint is f32 or quantised: compiling as bf16 (--dtype f32 keeps f32)", file=sys.stderr)
-    return trace_decoder(checkpoint, dtype, length), buckets(rows, tokens, _layouts(options))
+    made = replace(buckets(rows, tokens, _layouts(options)), batch_invariant=options.batch_invariant)
+    return trace_decoder(checkpoint, dtype, length), made
 
 
 def _layouts(options: argparse.Namespace) -> tuple[KVLayout, ...]:

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
         model, compile_options = open_model(options)
         progress("read and trace", 1, 1)
         _, programs = device_programs(optimise(model, progress), model, BACKENDS["cuda"](), compile_options, progress)
-        jobs = tuner.jobs_of(tuner.select(programs, options.programs), meter.arch)
+        jobs = tuner.jobs_of(tuner.select(programs, options.programs), meter.arch, compile_options.batch_invariant)
         todo = tuner.left(jobs, table, options.force)
         tuning = tuner.Tuning(meter, lambda t: write_table(t, path), note, progress, options.budget)
         table, unmeasured = tuner.tune(todo, table, tuning)

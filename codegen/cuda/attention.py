@@ -62,7 +62,8 @@ def attention_decode(frame: Frame) -> Source:
     kv_heads = frame.upper(kv.type.shape[2])
     group = heads // kv_heads
     paged = index.type.rank == 2
-    shape = schedule.Heads(rows, kv_heads, group, d, kv.type.dtype, node.attrs.window or 0, paged=paged)
+    most = frame.widest().upper(query.type.shape[0])
+    shape = schedule.Heads(most, kv_heads, group, d, kv.type.dtype, node.attrs.window or 0, paged=paged)
     tile = schedule.ATTENTION_DECODE.choose(frame.setting, shape)
     splits = tile.splits
     nest = frame.nest(body, wide=False)
@@ -94,7 +95,7 @@ def attention(frame: Frame) -> Source:
     rows = node.inputs[3].type.shape[0]
     group = heads // kv_heads
     shape = schedule.Heads(
-        frame.upper(tokens), kv_heads, group, d, cache.dtype, node.attrs.window or 0, decode=tokens == rows,
+        frame.widest().upper(tokens), kv_heads, group, d, cache.dtype, node.attrs.window or 0, decode=tokens == rows,
         paged=node.inputs[4].type.rank == 2,
     )  # fmt: skip
     tile = schedule.ATTENTION.choose(frame.setting, shape)

@@ -27,7 +27,7 @@ from aotc.errors import DeviceError
 from aotc.ir.interpret import bind_dims
 from aotc.ir.ops.sample_reference import ROW
 from aotc.ir.program import LINEAR_SPACES, Branch, Buffer, Instruction, Program, area_of
-from aotc.ir.sizes import evaluate, upper_bound
+from aotc.ir.sizes import Dim, evaluate, upper_bound
 
 POISON, GUARD_BYTES = 0xA5, 256
 
@@ -49,19 +49,21 @@ def run_request(request: Request) -> dict[str, np.ndarray]:
 
 
 def run_program(
-    program: Program, inputs: Mapping[str, np.ndarray], weights: Callable[[str], np.ndarray], arch: str = "sm80"
-) -> dict[str, np.ndarray]:
-    """Runs a program as `aotc.ir.program.interpret_program` does, from the kernels of `arch`.
+    program: Program, inputs: Mapping[str, np.ndarray], weights: Callable[[str], np.ndarray], arch: str = "sm80",
+    widest: tuple[Dim, ...] = (),
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Runs a program as `aotc.ir.program.interpret_program` does, from the kernels of `arch`. `widest`: see `Setting`.
 
     Raises DeviceError where a kernel fails or writes outside of what it was given.
     """
-    return _Replay(program, inputs, weights, arch).run()
+    return _Replay(program, inputs, weights, arch, widest).run()
 
 
 class _Replay:
     def __init__(
-        self, program: Program, inputs: Mapping[str, np.ndarray], weights: Callable[[str], np.ndarray], arch: str
-    ) -> None:
+        self, program: Program, inputs: Mapping[str, np.ndarray], weights: Callable[[str], np.ndarray], arch: str,
+        widest: tuple[Dim, ...],
+    ) -> None:  # fmt: skip
         assert program.graph is not None
         self.program, self.inputs, self.weights = program, inputs, weights
         self.dims = bind_dims(
@@ -69,7 +71,7 @@ class _Replay:
         )
         self.layout = slot_layout(program)
         self.order = dim_order([program])
-        self.sources: dict[str, Source] = render_program(program, arch, self.order, self.layout.strides)
+        self.sources: dict[str, Source] = render_program(program, arch, self.order, self.layout.strides, None, widest)
         self.relocations: list[tuple[str, int, str]] = []
 
     def run(self) -> dict[str, np.ndarray]:

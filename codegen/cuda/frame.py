@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -34,7 +34,8 @@ class Setting:
 
     `bounds` are the program's dims, `dims` the order in which the device holds their values (see
     `aotc.codegen.cuda.launch`), `strides` the bytes between slots of the state and blocks of the cache, `schedules`
-    what chooses tiles (None: the tables that come with aotc).
+    what chooses tiles (None: the tables that come with aotc). `widest` are the dims of the largest program of the same
+    kind, where schedules must be its own: then what a kernel computes of a row does not depend on the other rows.
     """
 
     arch: str
@@ -42,6 +43,7 @@ class Setting:
     dims: tuple[str, ...]
     strides: Strides = field(default_factory=dict)
     schedules: Schedules | None = field(default=None, compare=False)
+    widest: tuple[Dim, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,11 @@ class Frame:
 
     def upper(self, size: Size) -> int:
         return upper_bound(size, self.setting.bounds)
+
+    def widest(self) -> Frame:
+        """The frame whose bounds schedules are chosen for; the grid stays that of the program."""
+        setting = self.setting
+        return Frame(self.kernel, replace(setting, bounds=setting.widest)) if setting.widest else self
 
     def nest(self, body: Graph, wide: bool) -> BlockNest:
         """A loop nest over a body whose outputs are those of the kernel."""

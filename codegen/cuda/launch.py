@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aotc.codegen.cuda.build import Cubin
 from aotc.codegen.cuda.frame import Grid, Setting, Source
@@ -49,6 +49,13 @@ def dim_order(programs: Iterable[Program]) -> tuple[str, ...]:
     return tuple(sorted({d.name for p in programs for d in p.dims}))
 
 
+def widest_dims(program: Program, programs: Iterable[Program]) -> tuple[Dim, ...]:
+    """The dims of a program with the largest bounds that programs of its kind, which have the same dims, give them."""
+    names = [d.name for d in program.dims]
+    kind = [p for p in programs if [d.name for d in p.dims] == names]
+    return tuple(replace(d, hi=max(p.dims[n].hi for p in kind)) for n, d in enumerate(program.dims))
+
+
 def slot_layout(program: Program) -> SlotLayout:
     """Those of an area one after the other, in the order of the inputs, each without its first axis."""
     offsets: dict[str, int] = {}
@@ -63,10 +70,11 @@ def slot_layout(program: Program) -> SlotLayout:
 
 
 def render_program(
-    program: Program, arch: str, dims: tuple[str, ...], strides: Strides, schedules: Schedules | None = None
-) -> dict[str, Source]:
-    """The source of each kernel of a program, by the kernel's name."""
-    setting = Setting(arch, program.dims, dims, strides, schedules)
+    program: Program, arch: str, dims: tuple[str, ...], strides: Strides, schedules: Schedules | None = None,
+    widest: tuple[Dim, ...] = (),
+) -> dict[str, Source]:  # fmt: skip
+    """The source of each kernel of a program, by the kernel's name. `widest`: see `Setting`."""
+    setting = Setting(arch, program.dims, dims, strides, schedules, widest)
     return {name: render(kernel, setting) for name, kernel in sorted(program.kernels.items())}
 
 
