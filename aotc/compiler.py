@@ -51,7 +51,7 @@ class Options:
     kv_layouts: tuple[KVLayout, ...] = (KVLayout("static"), KVLayout("paged"))
     tables: tuple[Table, ...] = ()  # of schedules, later ones first
     workspace_bytes: int | None = None  # that a program's arena may take
-    batch_invariant: bool = False  # a row's result does not depend on the other rows (CUDA)
+    batch_invariant: bool = False  # the same schedules for all buckets of a kind (CUDA)
 
 
 def buckets(max_rows: int, max_tokens: int, kv_layouts: tuple[KVLayout, ...] = Options.kv_layouts) -> Options:

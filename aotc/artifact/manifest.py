@@ -110,7 +110,7 @@ class Model(_Struct, frozen=True):
     max_tokens: int = 0
     eos_token_ids: tuple[int, ...] = ()
     parameters: int = 0
-    batch_invariant: bool = False  # on GPUs, what a row gets does not depend on the other rows of its step
+    batch_invariant: bool = False  # what a row of a decode step gets does not depend on how many there are
 
 
 class Manifest(_Struct, frozen=True):

@@ -50,7 +50,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-page-size", "--block-size", type=int, default=64, metavar="N",
                         help="tokens of a page, a power of two from 16 on")  # fmt: skip
     parser.add_argument("--batch-invariant", action="store_true",
-                        help="on GPUs, the bits that a sequence gets do not depend on the others of its step")  # fmt: skip
+                        help="on GPUs, the bits of a row of a decode step do not depend on how many rows there are")  # fmt: skip
     parser.add_argument("--weights", metavar="random:SEED", help="make the weights from the config alone")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=LO..HI",

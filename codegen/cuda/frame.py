@@ -35,7 +35,7 @@ class Setting:
     `bounds` are the program's dims, `dims` the order in which the device holds their values (see
     `aotc.codegen.cuda.launch`), `strides` the bytes between slots of the state and blocks of the cache, `schedules`
     what chooses tiles (None: the tables that come with aotc). `widest` are the dims of the largest program of the same
-    kind, where schedules must be its own: then what a kernel computes of a row does not depend on the other rows.
+    kind, where schedules must be those of that one: then what a kernel computes of a row depends on no bucket.
     """
 
     arch: str

@@ -20,7 +20,7 @@ KEPT = Path(__file__).resolve().parents[1] / "end_to_end" / "artifact_format_1"
 
 FLAGS = {
     "compile": "--arch --output --dtype --max-model-len --max-num-seqs --max-num-batched-tokens --weights --revision "
-    "--dim --quiet --schedules --workspace-size MODEL",
+    "--dim --quiet --schedules --workspace-size --batch-invariant MODEL",
     "tune": "--arch --programs --budget --output --force --dtype --max-model-len --max-num-seqs --weights --quiet MODEL",
     "run": "--prompt --raw --max-tokens --temperature --top-p --top-k --seed --json DIR",
     "serve": "--host --port --served-model-name --api-key --max-num-seqs --max-num-queued-reqs --shutdown-timeout "
