@@ -40,7 +40,7 @@ class CudaTensorProgram:
         self._inputs, self._outputs = device.allocate(up), device.allocate(down)
         self._host_inputs, self._host_outputs = device.pinned(up), device.pinned(down)
         bases = {
-            "arena": device.allocate(target.arena_bytes), "counters": device.allocate(target.counter_bytes), "state": 0,
+            "arena": device.allocate(target.arena_bytes), "counters": device.allocate(target.counter_bytes), "state": 0, "kv": 0,
             "dims": self._inputs,
         }  # fmt: skip
         bases |= {name: self._inputs + at for name, at in self._begins.items()}
