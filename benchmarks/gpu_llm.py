@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has, for checks")
     parser.add_argument("--batch", default="1", help="comma separated: sequences of a decode step")
     parser.add_argument("--context", type=int, default=512, help="tokens of each sequence before it")
+    parser.add_argument("--kv-layout", default="static,paged", help="comma separated: layouts of the KV cache")
     parser.add_argument("--arch", default="", help="architecture to compile for (the GPU's own)")
     parser.add_argument("--no-check", action="store_true", help="times only")
     parser.add_argument("--profile", action="store_true", help="time of each kernel of the decode step")
@@ -69,6 +70,7 @@ def measure(name: str, limit: float, options: argparse.Namespace) -> None:
     from aotc.artifact.reader import open_artifact
     from aotc.runtime.cuda_executor import CudaExecutor
     from aotc.runtime.devices.cuda import CudaDevice
+    from aotc.runtime.executor import CacheOptions
 
     config = MODELS[name] | ({"num_hidden_layers": options.layers} if options.layers else {})
     batches = [int(b) for b in options.batch.split(",")]
@@ -85,29 +87,39 @@ def measure(name: str, limit: float, options: argparse.Namespace) -> None:
              "-o", str(folder)], check=True,
         )  # fmt: skip
         compiled = time.perf_counter() - begin
-        begin = time.perf_counter()
-        executor = CudaExecutor(open_artifact(folder), max(batches), device)
-        executor.finish_warming()
-        loaded = time.perf_counter() - begin
-        emit(options, {"model": name, "arch": arch, "compile_s": round(compiled, 1), "load_s": round(loaded, 3),
-                       "memory_gb": round(executor.memory.total / 1e9, 3)})  # fmt: skip
-        if not options.no_check:
-            check(name, source, executor, options)
-        for batch in batches:
-            decode(name, executor, batch, limit, options)
-        prefill(name, executor, options)
+        device.close()
+        for layout in options.kv_layout.split(","):
+            begin = time.perf_counter()
+            executor = CudaExecutor(open_artifact(folder), max(batches), CudaDevice(), CacheOptions(layout))
+            executor.finish_warming()
+            loaded = time.perf_counter() - begin
+            emit(options, {"model": name, "kv": layout, "arch": arch, "compile_s": round(compiled, 1),
+                           "load_s": round(loaded, 3), "memory_gb": round(executor.memory.total / 1e9, 3)})  # fmt: skip
+            if not options.no_check:
+                check(name, source, executor, options)
+            for batch in batches:
+                decode(name, executor, batch, limit, options)
+            prefill(name, executor, options)
+            executor.close()
 
 
-def sequences(count: int, length: int, vocab: int) -> list[Any]:
-    """Sequences with random prompts, greedy."""
+def sequences(count: int, length: int, executor: Any) -> list[Any]:
+    """Sequences with random prompts, greedy; in a paged cache each has pages for a few tokens more, scattered."""
+    from aotc.runtime.kv_cache import BlockTable
     from aotc.runtime.sampling import SamplingParams
     from aotc.runtime.sequence import Request, Sequence
 
     draw = np.random.default_rng(1)
     found = []
     for slot in range(count):
-        ids = draw.integers(0, vocab, length).tolist()
+        ids = draw.integers(0, executor.vocab_size, length).tolist()
         found.append(Sequence(Request(f"s{slot}", tuple(ids), SamplingParams(temperature=0)), slot, list(ids)))
+    if executor.page_size:
+        each = -(-(length + 100) // executor.page_size)
+        pages = draw.permutation(executor.cache.blocks)
+        for n, sequence in enumerate(found):
+            sequence.pages = BlockTable(each)
+            sequence.pages.ids[:], sequence.pages.count = pages[n * each : (n + 1) * each], each
     return found
 
 
@@ -129,7 +141,7 @@ def check(name: str, source: Path, executor: Any, options: argparse.Namespace) -
 
     reference = torch_model(source)
     count = min(executor.max_num_seqs, 4)
-    made = sequences(count, 700, executor.vocab_size)
+    made = sequences(count, 700, executor)
     lengths = [600, 1, 37, 513][:count]
     worst = {}
 
@@ -160,7 +172,7 @@ def check(name: str, source: Path, executor: Any, options: argparse.Namespace) -
         logits = executor.logits(2)
         against("mixed", logits[0], made[0], lengths[0] + 5)
         against("mixed", logits[1], made[2], 100)
-    emit(options, {"model": name, "check": "relative error of logits against fp32",
+    emit(options, {"model": name, "kv": executor.cache.kind.layout, "check": "relative error of logits against fp32",
                    **{k: round(v, 5) for k, v in worst.items()}})  # fmt: skip
     torch.cuda.empty_cache()
     if max(worst.values()) > 2e-2:
@@ -190,7 +202,7 @@ def decode(name: str, executor: Any, batch: int, limit: float, options: argparse
     """Time of the decode graph at `--context` tokens a sequence, and of whole steps."""
     from aotc.runtime.sequence import Row
 
-    made = sequences(batch, options.context, executor.vocab_size)
+    made = sequences(batch, options.context, executor)
     for sequence in made:
         fill(executor, sequence, options.context)
         sequence.tokens += [1] * 64
@@ -206,7 +218,8 @@ def decode(name: str, executor: Any, batch: int, limit: float, options: argparse
     read = bytes_read(executor, batch, options.context)
     p50 = statistics.median(times)
     emit(options, {
-        "model": name, "program": f"decode[{batch}]", "context": options.context, "ms": round(p50, 4),
+        "model": name, "kv": executor.cache.kind.layout, "program": f"decode[{batch}]",
+        "context": options.context, "ms": round(p50, 4),
         "p99_over_p50": round(float(np.quantile(times, 0.99)) / p50, 3), "step_ms": round(statistics.median(spent), 4),
         "limit_ms": round(read / limit * 1e3, 4), "of_limit": round(read / limit * 1e3 / p50, 3),
         "kernels": executor.program("decode", batch).kernel_count,
@@ -233,11 +246,12 @@ def prefill(name: str, executor: Any, options: argparse.Namespace) -> None:
     """Time of the extend graph for one prompt of 512 tokens."""
     from aotc.runtime.sequence import Row
 
-    (sequence,) = sequences(1, 512, executor.vocab_size)
+    (sequence,) = sequences(1, 512, executor)
     executor.start(sequence)
     executor.step([Row(sequence, 0, 512, True)])
     times = graph_times(executor, executor.program("extend", 512), 30)
-    emit(options, {"model": name, "program": "extend[512]", "ms": round(statistics.median(times), 3)})
+    emit(options, {"model": name, "kv": executor.cache.kind.layout, "program": "extend[512]",
+                   "ms": round(statistics.median(times), 3)})
     if options.profile:
         profile(executor, executor.program("extend", 512))
 
