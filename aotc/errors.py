@@ -23,6 +23,16 @@ class RequestError(AotcError):
     """A call or request does not fit the model: wrong shape, dtype or range, or a prompt that is too long."""
 
 
+class OverloadedError(RequestError):
+    """Too much is waiting already: nothing is wrong with the request, which may come again in `retry_after` seconds."""
+
+    status = 429  # of HTTP
+
+    def __init__(self, message: str, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class DeviceError(AotcError):
     """The device is missing, unsuitable or failed."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -22,6 +22,7 @@ from aotc.runtime.sequence import Row, Sequence
 from aotc.runtime.step_inputs import StepInputs
 
 _MAX_BANS = 2 * MAX_STOP_TOKEN_IDS  # stop ids, and the model's own ends
+_COPY_BYTES = 16 << 20
 _ADVICE = "serve fewer sequences with --max-num-seqs, or compile with a smaller --max-model-len"
 
 
@@ -39,6 +40,8 @@ class CudaExecutor(DeviceExecutor):
     Weights go up while kernels are loaded and the graphs of a first request are built; `warm` starts a thread that
     builds the others. Raises DeviceError, before anything is copied, where the GPU has too little memory.
     """
+
+    offload_memory = 4 << 30
 
     def __init__(
         self, artifact: Artifact, max_num_seqs: int, device: CudaDevice, cache: CacheOptions = STANDARD
@@ -74,12 +77,18 @@ class CudaExecutor(DeviceExecutor):
         self._results = device.allocate(results)
         # One block of pinned memory: a step's inputs and dims, results, a prompt on its way up, and of each slot the
         # biases and bans, which the sampler reads where they lie.
-        sizes = (memory.step, results, 4 * self.max_model_len, slots * 8 * MAX_LOGIT_BIAS, slots * 4 * _MAX_BANS)
+        # Last come pages on their way to pageable memory and back, as many as make a long copy.
+        pages = min(max(_COPY_BYTES // max(self.page_bytes, 1), 1), self.num_pages)
+        sizes = (
+            memory.step, results, 4 * self.max_model_len, slots * 8 * MAX_LOGIT_BIAS, slots * 4 * _MAX_BANS,
+            pages * self.page_bytes,
+        )  # fmt: skip
         places = np.cumsum([0, *(-(-n // 64) * 64 for n in sizes)])
         block = device.pinned(int(places[-1]))
         self._memory = decoder_memory(self.artifact.manifest, self.target, self.cache, block.nbytes)
-        step, host, prompt, bias, bans = (block[p : p + n] for p, n in zip(places, sizes, strict=False))
+        step, host, prompt, bias, bans, copies = (block[p : p + n] for p, n in zip(places, sizes, strict=False))
         self._host_step, self._host_results, self._prompt = step, host, prompt.view(np.int32)
+        self._copies = copies.reshape(pages, self.page_bytes)
         self._bias, self._bans = bias.reshape(slots, 2, -1), bans.reshape(slots, -1)
         dims = dims_bytes(self.target) // 4
         self.inputs = StepInputs(step, self.max_num_batched_tokens, rows, dims, self.cache.max_pages)
@@ -126,7 +135,7 @@ class CudaExecutor(DeviceExecutor):
             self._background.join()
         with self._loading:
             self._loaded.clear()
-            self._host_step = self._host_results = self._prompt = self._bias = self._bans = np.zeros(0)
+            self._host_step = self._host_results = self._prompt = self._bias = self._bans = self._copies = np.zeros(0)
             self.device.close()
 
     def start(self, sequence: Sequence) -> None:
@@ -148,6 +157,38 @@ class CudaExecutor(DeviceExecutor):
             self.device.synchronize()  # the pinned prompt is free for the next sequence
         except DeviceError as error:
             raise self.device.fail("start", error) from None
+
+    def save_pages(self, ids: np.ndarray) -> np.ndarray:
+        saved = np.empty((len(ids), self.page_bytes), np.uint8)
+        for part, places in self._parts(ids):
+            copies = self._copies[: len(places)]
+            self._copy_pages(self.device.download, copies, places)
+            saved[part] = copies
+        return saved
+
+    def load_pages(self, saved: np.ndarray, ids: np.ndarray) -> None:
+        for part, places in self._parts(ids):
+            copies = self._copies[: len(places)]
+            copies[:] = saved[part]
+            self._copy_pages(lambda page, address: self.device.upload(address, page), copies, places)
+
+    def _parts(self, ids: np.ndarray) -> Iterator[tuple[slice, list[int]]]:
+        """Pages in parts that the pinned copies hold: which of them, and their addresses."""
+        self.require_open()
+        most = len(self._copies)
+        for first in range(0, len(ids), most):
+            part = slice(first, first + most)
+            yield part, [self._kv + page * self.page_bytes for page in ids[part].tolist()]
+
+    def _copy_pages(self, copy: Callable[[np.ndarray, int], None], pages: np.ndarray, addresses: list[int]) -> None:
+        """Copies each page, and waits: the pinned copies are free for the next part."""
+        self.device.enter()
+        try:
+            for page, address in zip(pages, addresses, strict=True):
+                copy(page, address)
+            self.device.synchronize()
+        except DeviceError as error:
+            raise self.device.fail("copying pages", error) from None
 
     def _run(self, program: CudaProgram, dims: dict[str, int], rows: list[Row]) -> None:
         device = self.device

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 
 from aotc.errors import RequestError
 from aotc.runtime.kv_cache import BlockTable, PagePool
+from aotc.runtime.offload import Costs, Offload
+from aotc.runtime.prefix_cache import PrefixCache
+from aotc.runtime.queue_limits import QueueLimits
 from aotc.runtime.scheduler import Scheduler
-from aotc.runtime.sequence import Request, Row, Sequence, TokenOutput
+from aotc.runtime.sequence import NO_SLOT, Request, Row, Sequence, TokenOutput
 
 
 class StepResult(Protocol):
@@ -32,6 +37,8 @@ class Executor(Protocol):
     vocab_size: int
     num_pages: int  # of the KV cache, 0 where that is static
     page_size: int
+    page_bytes: int
+    offload_memory: int  # bytes of host memory for pages of sequences that lost theirs, where nobody says how many
 
     def start(self, sequence: Sequence) -> None:
         """Prepares a slot: the tokens known so far become the history that penalties look at."""
@@ -39,21 +46,59 @@ class Executor(Protocol):
 
     def step(self, rows: list[Row]) -> StepResult: ...
 
+    def save_pages(self, ids: np.ndarray) -> np.ndarray:
+        """Copies pages i32 [n] into host memory: u8 [n, page_bytes]."""
+        ...
+
+    def load_pages(self, saved: np.ndarray, ids: np.ndarray) -> None:
+        """Copies them back, to pages i32 [n]."""
+        ...
+
 
 class Engine:
-    """Continuous batching over an executor. Not thread-safe: one thread calls it."""
+    """Continuous batching over an executor. Not thread-safe: one thread calls it.
 
-    def __init__(self, executor: Executor, eos_token_ids: tuple[int, ...]) -> None:
-        self._executor, self._eos = executor, eos_token_ids
-        self._pool = PagePool(executor.num_pages, executor.page_size) if executor.num_pages else None
-        self.scheduler = Scheduler(executor.max_num_seqs, executor.max_num_batched_tokens, self._start, self._pool)
+    A step is three parts: `scheduler.schedule` says what is computed, `executor.step` computes it, and `_take` makes
+    outputs of what was computed. `_take` looks at the rows alone, not at what is scheduled.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        eos_token_ids: tuple[int, ...],
+        *,
+        prefix_cache: bool = True,
+        offload_memory: int | None = None,
+        costs: Costs | None = None,
+        max_num_queued_reqs: int | None = None,
+        max_queue_ms: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`prefix_cache` shares full pages among requests that begin alike; a static cache has none. `offload_memory`
+        bounds the host memory for pages of preempted sequences, in bytes: 0 computes them again, None is what suits the
+        device. `costs` decides between the two, None measures them. `max_num_queued_reqs` and `max_queue_ms` refuse
+        requests where more, or longer, would wait. `clock` gives seconds."""
+        self._executor, self._eos, self._clock = executor, eos_token_ids, clock
+        self.costs = costs or Costs()
+        self.prefixes = PrefixCache() if prefix_cache and executor.num_pages else None
+        self._pool, self.offload = None, None
+        if executor.num_pages:
+            self._pool = PagePool(executor.num_pages, executor.page_size, self.prefixes)
+            memory = executor.offload_memory if offload_memory is None else offload_memory
+            self.offload = Offload(executor, memory, self.costs, clock)
+        self.scheduler = Scheduler(
+            executor.max_num_seqs, executor.max_num_batched_tokens, self._start, self._pool, self.offload
+        )
+        self._limits = QueueLimits(self.scheduler, max_num_queued_reqs, max_queue_ms, clock)
+        self._submitted = 0
 
     @property
     def has_work(self) -> bool:
         return self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises RequestError when it can never run: empty, too long, or ids out of range.
+        """Queues a request. Raises RequestError when it can never run: empty, too long, or ids out of range; and
+        OverloadedError when too much waits before it.
 
         An answer whose length is not given is as long as the model and the pool of pages allow.
         """
@@ -67,7 +112,8 @@ class Engine:
         if not all(0 <= t < vocab for t in request.prompt_token_ids):
             raise RequestError(f"the prompt holds a token id outside 0..{vocab - 1}")
         request.params.check_vocab(vocab)
-        self.scheduler.add(request)
+        self._limits.check(request)
+        self.scheduler.add(self._sequence(request))
 
     def _require_pages(self, request: Request) -> None:
         if self._pool is None:
@@ -80,24 +126,7 @@ class Engine:
                 f"ask for less, or give more with --kv-cache-memory"
             )
 
-    def cancel(self, request_id: str) -> bool:
-        """Drops a request and frees its cache. False when it is not known (it may have finished)."""
-        return self.scheduler.cancel(request_id)
-
-    def step(self) -> list[TokenOutput]:
-        """Runs one step; returns the new token of each row that finished its prompt."""
-        rows = self.scheduler.schedule()
-        if not rows:
-            return []
-        result = self._executor.step(rows)
-        outputs = []
-        for n, row in enumerate(rows):
-            row.sequence.computed += row.count
-            if row.samples:
-                outputs.append(self._take(row.sequence, n, result))
-        return outputs
-
-    def _start(self, request: Request, slot: int, outputs: list[int]) -> Sequence:
+    def _sequence(self, request: Request) -> Sequence:
         params = request.params
         most = self._executor.max_model_len
         if self._pool is not None:
@@ -105,22 +134,57 @@ class Engine:
         if params.max_tokens is not None:
             most = min(most, len(request.prompt_token_ids) + params.max_tokens)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self._eos))
-        tokens = [*request.prompt_token_ids, *outputs]
-        sequence = Sequence(request, slot, tokens, stop_ids=stops, max_len=most, outputs=outputs)
-        if self._pool is not None:
-            sequence.pages = BlockTable(self._pool.pages_for(self._executor.max_model_len))
-        if params.logit_bias:
-            sequence.bias = params.bias_arrays()
+        pages = BlockTable(self._pool.pages_for(self._executor.max_model_len)) if self._pool is not None else None
+        self._submitted += 1
+        return Sequence(
+            request, NO_SLOT, list(request.prompt_token_ids), stop_ids=stops, max_len=most, pages=pages,
+            number=self._submitted, since=self._clock(),
+        )  # fmt: skip
+
+    def cancel(self, request_id: str) -> bool:
+        """Drops a request and frees its cache. False when it is not known (it may have finished)."""
+        return self.scheduler.cancel(request_id)
+
+    def step(self) -> list[TokenOutput]:
+        """Ends what is past its deadline and runs one step; returns the new token of each row that finished its prompt,
+        and the end of each request that has come to one."""
+        begin = self._clock()
+        outputs = [_ended(s, "deadline") for s in self.scheduler.expire(begin)]
+        rows = self.scheduler.schedule()
+        if rows:
+            begin = self._clock()
+            result = self._executor.step(rows)
+            self._measure(rows, self._clock() - begin)
+            outputs += self._take(rows, result)
+        return outputs
+
+    def _measure(self, rows: list[Row], seconds: float) -> None:
+        """A step that is mostly prompts says what a token costs to compute again."""
+        tokens = sum(r.count for r in rows)
+        if tokens > 2 * len(rows):
+            self.costs.computed(tokens, seconds)
+
+    def _start(self, sequence: Sequence) -> None:
+        """Before a sequence runs: arrays of an earlier slot are that slot's."""
+        params = sequence.request.params
+        sequence.bias = params.bias_arrays() if params.logit_bias else None
         sequence.bans = params.banned_ids(self._eos)
         self._executor.start(sequence)
-        return sequence
+        self._limits.admitted(sequence)
 
-    def _take(self, sequence: Sequence, row: int, result: StepResult) -> TokenOutput:
-        token = int(result.token[row])
-        request_id = sequence.request.request_id
+    def _take(self, rows: list[Row], result: StepResult) -> list[TokenOutput]:
+        """What a step says about its rows."""
+        outputs = []
+        for n, row in enumerate(rows):
+            self.scheduler.advance(row)
+            if row.samples:
+                outputs.append(self._append(row.sequence, int(result.token[n]), n, result))
+        return outputs
+
+    def _append(self, sequence: Sequence, token: int, row: int, result: StepResult) -> TokenOutput:
         if token < 0:  # NaN logits or nothing left to choose: this request fails, its neighbours do not
-            self.scheduler.release(sequence)
-            return TokenOutput(request_id, token, (), "error")
+            self.scheduler.end(sequence, faulty=True)
+            return _ended(sequence, "error")
         sequence.tokens.append(token)
         sequence.outputs.append(token)
         reason, stop = None, None
@@ -129,8 +193,14 @@ class Engine:
         elif len(sequence.tokens) >= sequence.max_len:
             reason = "length"
         if reason:
-            self.scheduler.release(sequence)
-        return TokenOutput(request_id, token, _logprobs(sequence, row, result), reason, stop)
+            self.scheduler.end(sequence)
+        logprobs = _logprobs(sequence, row, result)
+        return TokenOutput(sequence.request.request_id, token, logprobs, reason, stop, sequence.cached_tokens or 0)
+
+
+def _ended(sequence: Sequence, reason: str) -> TokenOutput:
+    """The end of a request that gives no token."""
+    return TokenOutput(sequence.request.request_id, -1, (), reason, None, sequence.cached_tokens or 0)
 
 
 def _logprobs(sequence: Sequence, row: int, result: StepResult) -> tuple[tuple[int, float], ...]:

@@ -57,6 +57,7 @@ class DeviceExecutor(ABC):
     inputs: StepInputs
     outputs: StepOutputs
     closed = False
+    offload_memory = 0  # on a CPU, what pages could be copied to is what they are made of
 
     def __init__(
         self, artifact: Artifact, target: TargetEntry, max_num_seqs: int, cache: CacheOptions, free: Callable[[], int]
@@ -75,6 +76,7 @@ class DeviceExecutor(ABC):
         self.cache = plan_cache(kind, seqs, length, parse_bytes(cache.memory), budget)
         self.max_num_seqs, self.page_size = self.cache.seqs, self.cache.page_size
         self.num_pages = self.cache.blocks if self.page_size else 0
+        self.page_bytes = self.cache.kind.block_bytes if self.page_size else 0
         self.max_num_batched_tokens, self.max_model_len = self.model.max_tokens, self.model.max_model_len
         self.vocab_size = self.model.vocab_size
         self.slot_bytes = manifest.state.slot_bytes
@@ -93,6 +95,14 @@ class DeviceExecutor(ABC):
     @abstractmethod
     def start(self, sequence: Sequence) -> None:
         """Writes the tokens known so far into the slot's history, which penalties look at."""
+
+    @abstractmethod
+    def save_pages(self, ids: np.ndarray) -> np.ndarray:
+        """Copies pages i32 [n] of the KV cache into memory of the host: u8 [n, page_bytes]."""
+
+    @abstractmethod
+    def load_pages(self, saved: np.ndarray, ids: np.ndarray) -> None:
+        """Copies u8 [n, page_bytes] back to pages i32 [n], before the next step."""
 
     @abstractmethod
     def _load(self, entry: ProgramEntry) -> Any:
@@ -201,6 +211,14 @@ class CpuExecutor(DeviceExecutor):
         self.require_open()
         history = self.history(sequence.slot)
         history[: len(sequence.tokens)] = sequence.tokens
+
+    def save_pages(self, ids: np.ndarray) -> np.ndarray:
+        self.require_open()
+        return self._kv.reshape(-1, self.page_bytes)[ids]
+
+    def load_pages(self, saved: np.ndarray, ids: np.ndarray) -> None:
+        self.require_open()
+        self._kv.reshape(-1, self.page_bytes)[ids] = saved
 
     def history(self, slot: int) -> np.ndarray:
         """Token ids i32 [max_model_len] of a slot."""

@@ -1,7 +1,7 @@
 """The KV cache of a load: how many blocks it has, and which sequence holds which page. No device code.
 
 A static cache has a block a slot. A paged one has pages that a sequence takes as it grows; a page may have several
-owners, and returns to the pool with the last of them.
+owners (equal prefixes: `prefix_cache.py`), and returns to the pool with the last of them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from aotc.artifact.manifest import KVCache, Manifest
 from aotc.errors import RequestError
+from aotc.runtime.prefix_cache import PrefixCache
 
 _UNITS = {"": 1, **{f"{p}B": 1000**n for n, p in enumerate(("", "K", "M", "G", "T"))}}
 _UNITS |= {f"{p}iB": 1024**n for n, p in enumerate(("", "K", "M", "G", "T")) if n}
@@ -89,16 +90,21 @@ class BlockTable:
 
 
 class PagePool:
-    """Pages 0 .. num_pages, each free or held by one or more owners."""
+    """Pages 0 .. num_pages, each free or held by one or more owners.
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.num_pages, self.page_size = num_pages, page_size
+    With `prefixes`, a page whose content is known there keeps it after its last owner: it is as good as free, and taken
+    for something else once no other page is free, the one that nobody used for longest first.
+    """
+
+    def __init__(self, num_pages: int, page_size: int, prefixes: PrefixCache | None = None) -> None:
+        self.num_pages, self.page_size, self.prefixes = num_pages, page_size, prefixes
         self._free = list(range(num_pages))[::-1]
         self._owners = [0] * num_pages
 
     @property
     def free_pages(self) -> int:
-        return len(self._free)
+        """Pages without an owner."""
+        return len(self._free) + (len(self.prefixes.idle) if self.prefixes else 0)
 
     @property
     def tokens(self) -> int:
@@ -110,13 +116,15 @@ class PagePool:
 
     def allocate(self) -> int:
         """A page that nobody has, with one owner. Raises IndexError when there is none."""
-        page = self._free.pop()
+        page = self.prefixes.evict() if self.prefixes and not self._free else self._free.pop()
         self._owners[page] = 1
         return page
 
     def share(self, page: int) -> None:
-        """Adds an owner to a page that has one."""
-        assert self._owners[page] > 0, f"page {page} is free"
+        """Adds an owner to a page that has one, or whose content is known."""
+        if not self._owners[page]:
+            assert self.prefixes and page in self.prefixes.idle, f"page {page} is free"
+            del self.prefixes.idle[page]
         self._owners[page] += 1
 
     def release(self, page: int) -> None:
@@ -124,7 +132,10 @@ class PagePool:
         assert self._owners[page] > 0, f"page {page} is free"
         self._owners[page] -= 1
         if not self._owners[page]:
-            self._free.append(page)
+            if self.prefixes and self.prefixes.knows(page):
+                self.prefixes.idle[page] = None  # the youngest of them
+            else:
+                self._free.append(page)
 
     def owners(self, page: int) -> int:
         return self._owners[page]
@@ -132,15 +143,25 @@ class PagePool:
     def grow(self, table: BlockTable, tokens: int) -> bool:
         """Gives a table the pages that it lacks for `tokens` tokens: all of them, or none and False."""
         missing = self.pages_for(tokens) - table.count
-        if missing > len(self._free):
+        if missing <= 0:
+            return True
+        if missing > self.free_pages:
             return False
         for _ in range(missing):
             table.ids[table.count] = self.allocate()
             table.count += 1
         return True
 
+    def adopt(self, table: BlockTable, pages: list[int]) -> None:
+        """Makes an empty table begin with pages that others have or had."""
+        assert not table.count
+        for page in pages:
+            self.share(page)
+        table.ids[: len(pages)] = pages
+        table.count = len(pages)
+
     def clear(self, table: BlockTable) -> None:
-        """Gives all pages of a table back."""
-        for page in table.ids[: table.count].tolist():
+        """Gives all pages of a table back, the last one first: of a known prefix, its end is forgotten first."""
+        for page in table.ids[: table.count][::-1].tolist():
             self.release(page)
         table.count = 0

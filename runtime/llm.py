@@ -70,8 +70,8 @@ class TextStream:
 
     def push(self, output: TokenOutput) -> Chunk:
         """The text that this token makes final. A stop string ends the answer with reason stop."""
-        if output.finish_reason == "error":
-            return Chunk(self.stops.flush(), (), "error")
+        if output.finish_reason in ("error", "deadline"):  # no token
+            return Chunk(self.stops.flush(), (), output.finish_reason)
         self.count += 1
         may_stop = self.count > self.params.min_tokens
         ended_by_id = output.finish_reason == "stop"

@@ -5,92 +5,112 @@ No device code: slots and pages are numbers, steps are lists of rows.
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Callable
 from itertools import islice
-from typing import NamedTuple
+from operator import attrgetter
 
+from aotc.runtime.deadlines import Deadlines
 from aotc.runtime.kv_cache import PagePool
-from aotc.runtime.sequence import Request, Row, Sequence
+from aotc.runtime.offload import Offload, SavedPages
+from aotc.runtime.prefix_cache import extend_digests
+from aotc.runtime.sequence import NO_SLOT, Row, Sequence
 
-
-class Waiting(NamedTuple):
-    """A request that has no slot, and the tokens that it was given before it lost one."""
-
-    request: Request
-    outputs: list[int]
+_TURN = attrgetter("turn")
 
 
 class Scheduler:
-    """First come, first served over `max_num_seqs` slots; prompts longer than the budget are taken in chunks.
+    """By priority, then first come, first served over `max_num_seqs` slots; prompts longer than the budget are taken in
+    chunks. `running` and `waiting` are in the order of their turns.
 
-    With a pool, a sequence takes pages as it grows. When there are none, the youngest sequence gives its own back and
-    waits, first in the queue: it is computed again from its tokens, and goes on as if nothing had been. So the oldest
-    one always goes on, provided that the pool holds any one sequence whole. `running` is in the order of arrival.
+    With a pool, a sequence takes pages as it grows. When there are none, the last one in the order of turns gives its own
+    back and waits: it is computed again from its tokens, or its pages are copied to host memory and back, and goes on as
+    if nothing had been. So the first one always goes on, provided that the pool holds any one sequence whole.
     """
 
     def __init__(
         self,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        admit: Callable[[Request, int, list[int]], Sequence],
+        start: Callable[[Sequence], None],
         pool: PagePool | None = None,
+        offload: Offload | None = None,
     ) -> None:
-        self.waiting: deque[Waiting] = deque()
+        """`start` prepares a sequence's slot; when it raises, the sequence waits on."""
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.preemptions = 0
+        self.blocked = False  # the first that waits has a slot to go to, but not the pages
+        self._deadlines = Deadlines()
         self._free = list(range(max_num_seqs))[::-1]
-        self._budget, self._admit, self.pool = max_num_batched_tokens, admit, pool
+        self._budget, self._start, self.pool, self._offload = max_num_batched_tokens, start, pool, offload
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def add(self, request: Request) -> None:
-        self.waiting.append(Waiting(request, []))
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence that waits, with a number of its own."""
+        insort(self.waiting, sequence, key=_TURN)
+        self._deadlines.add(sequence)
 
     def schedule(self) -> list[Row]:
         """Rows of the next step. One-token rows come first: decoding waits for no prompt longer than the budget."""
-        budget = self._budget
+        budget, before = self._budget, self.preemptions
         rows: dict[Sequence, Row] = {}
-        for sequence in sorted(self.running, key=lambda s: s.pending > 1):
-            if not budget or sequence not in self.running:  # preempted for one before it
+        decoding = [s for s in self.running if s.pending == 1]
+        for sequence in [*decoding, *(s for s in self.running if s.pending > 1)]:
+            if not budget:
+                break
+            if sequence.slot == NO_SLOT:  # preempted for one before it
                 continue
             row = self._row(sequence, budget)
             for victim in self._make_room(row):
                 budget += rows.pop(victim).count if victim in rows else 0
-            if sequence in self.running:
+            if sequence.slot != NO_SLOT:
                 rows[sequence] = row
                 budget -= row.count
-        while budget and self.waiting and self._free and self._fits(self.waiting[0]):
-            request, outputs = self.waiting[0]
-            sequence = self._admit(request, self._free[-1], outputs)  # when it raises, nothing has changed
-            self.waiting.popleft()
-            self._free.pop()
-            self.running.append(sequence)
+        self.blocked = self.preemptions > before
+        while budget and self.waiting and self._free and not self.blocked:
+            sequence = self.waiting[0]
+            found = self._found(sequence)
+            self.blocked = not self._fits(sequence, found)
+            if self.blocked:
+                break
+            self._admit(sequence, found)
             rows[sequence] = row = self._row(sequence, budget)
             assert not self._make_room(row)
             budget -= row.count
         return list(rows.values())
 
-    def release(self, sequence: Sequence) -> None:
-        """Ends a sequence and frees its slot and pages."""
-        self.running.remove(sequence)
-        self._free.append(sequence.slot)
-        if self.pool is not None and sequence.pages is not None:
-            self.pool.clear(sequence.pages)
+    def advance(self, row: Row) -> None:
+        """Takes note that a row was computed. Pages that it filled become known."""
+        row.sequence.computed += row.count
+        self._publish(row.sequence, row.start)
+
+    def end(self, sequence: Sequence, faulty: bool = False) -> None:
+        """Ends a sequence, waiting or running, and frees all that it has. Of a faulty one, no page is shared any more."""
+        if sequence.slot != NO_SLOT:
+            self._release(sequence, faulty)
+        else:
+            self.waiting.remove(sequence)
+            self._drop_saved(sequence)
+        sequence.ended = True
 
     def cancel(self, request_id: str) -> bool:
         """Drops a request, waiting or running. False when it is not known."""
-        for item in self.waiting:
-            if item.request.request_id == request_id:
-                self.waiting.remove(item)
-                return True
-        for sequence in self.running:
+        for sequence in (*self.running, *self.waiting):
             if sequence.request.request_id == request_id:
-                self.release(sequence)
+                self.end(sequence)
                 return True
         return False
+
+    def expire(self, now: float) -> list[Sequence]:
+        """Ends the sequences whose deadline has passed; returns them."""
+        late = self._deadlines.passed(now)
+        for sequence in late:
+            self.end(sequence)
+        return late
 
     @property
     def free_slots(self) -> int:
@@ -100,22 +120,77 @@ class Scheduler:
     def next_tokens(self) -> int:
         """How many tokens the next step computes, at most."""
         admitted = islice(self.waiting, len(self._free))
-        known = sum(s.pending for s in self.running)
-        known += sum(len(w.request.prompt_token_ids) + len(w.outputs) for w in admitted)
-        return min(self._budget, known)
+        return min(self._budget, sum(s.pending for s in self.running) + sum(s.pending for s in admitted))
 
     def _row(self, sequence: Sequence, budget: int) -> Row:
         count = min(sequence.pending, budget)
         return Row(sequence, sequence.computed, count, count == sequence.pending)
 
-    def _fits(self, item: Waiting) -> bool:
-        """Whether there are pages for all tokens of a request, also where a step computes a part of them."""
-        pool, tokens = self.pool, len(item.request.prompt_token_ids) + len(item.outputs)
-        return pool is None or pool.pages_for(tokens) <= pool.free_pages
+    def _found(self, sequence: Sequence) -> list[int]:
+        """Known pages that a sequence can begin with. The last token is always computed: it says what comes next."""
+        pool = self.pool
+        if pool is None or pool.prefixes is None:
+            return []
+        full = (len(sequence.tokens) - 1) // pool.page_size
+        extend_digests(sequence.digests, sequence.tokens, pool.page_size, full, sequence.request.cache_salt)
+        return pool.prefixes.find(sequence.digests[:full])
+
+    def _publish(self, sequence: Sequence, start: int) -> None:
+        """Makes the full pages known that hold tokens from `start` on."""
+        if self.pool is None or self.pool.prefixes is None or sequence.pages is None:
+            return
+        size = self.pool.page_size
+        first, last = start // size, sequence.computed // size
+        if first < last:
+            extend_digests(sequence.digests, sequence.tokens, size, last, sequence.request.cache_salt)
+            for n in range(first, last):
+                self.pool.prefixes.publish(int(sequence.pages.ids[n]), sequence.digests[n])
+
+    def _fits(self, sequence: Sequence, found: list[int]) -> bool:
+        """Whether there are pages for all tokens of a sequence, also where a step computes a part of them."""
+        pool = self.pool
+        if pool is None:
+            return True
+        free = pool.free_pages - sum(not pool.owners(p) for p in found)
+        return pool.pages_for(len(sequence.tokens)) - len(found) <= free
+
+    def _admit(self, sequence: Sequence, found: list[int]) -> None:
+        sequence.slot = self._free[-1]
+        try:
+            self._start(sequence)
+        except BaseException:
+            sequence.slot = NO_SLOT
+            raise
+        self._free.pop()
+        del self.waiting[0]
+        insort(self.running, sequence, key=_TURN)
+        if self.pool is not None:
+            assert sequence.pages is not None
+            self.pool.adopt(sequence.pages, found)
+            sequence.computed = len(found) * self.pool.page_size
+        if sequence.cached_tokens is None:  # a request counts when it first runs, not when it comes back
+            sequence.cached_tokens = sequence.computed
+            if self.pool is not None and self.pool.prefixes is not None:
+                self.pool.prefixes.queries += len(sequence.tokens)
+                self.pool.prefixes.hits += sequence.computed
+        if sequence.saved is not None:
+            self._bring_back(sequence, sequence.saved)
+
+    def _bring_back(self, sequence: Sequence, saved: SavedPages) -> None:
+        """Copies saved pages back, but for those that were found."""
+        assert self.pool is not None and self._offload is not None and sequence.pages is not None
+        if saved.computed > sequence.computed:
+            begin, first = sequence.computed, sequence.pages.count
+            grown = self.pool.grow(sequence.pages, saved.computed)
+            assert grown
+            self._offload.load(saved, first, sequence.pages.ids[first : sequence.pages.count])
+            sequence.computed = saved.computed
+            self._publish(sequence, begin)
+        self._drop_saved(sequence)
 
     def _make_room(self, row: Row) -> list[Sequence]:
-        """Takes the pages of a row, from the youngest sequences where there are none; returns those, which wait now.
-        The row's own sequence may be among them."""
+        """Takes the pages of a row, from the last sequences where there are none; returns those, which wait now. The
+        row's own sequence may be among them."""
         victims: list[Sequence] = []
         if self.pool is None or row.sequence.pages is None:
             return victims
@@ -127,6 +202,28 @@ class Scheduler:
         return victims
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.release(sequence)
-        self.waiting.appendleft(Waiting(sequence.request, sequence.outputs))
+        assert self.pool is not None and sequence.pages is not None
+        count = self.pool.pages_for(sequence.computed)
+        if self._offload is not None and self._offload.worth(sequence.computed, count):
+            sequence.saved = self._offload.save(sequence.pages.ids[:count], sequence.computed)
+        self._release(sequence)
+        insort(self.waiting, sequence, key=_TURN)
         self.preemptions += 1
+
+    def _release(self, sequence: Sequence, faulty: bool = False) -> None:
+        """Takes slot and pages away."""
+        self.running.remove(sequence)
+        self._free.append(sequence.slot)
+        sequence.slot, sequence.computed = NO_SLOT, 0
+        if self.pool is None or sequence.pages is None:
+            return
+        if faulty and self.pool.prefixes is not None:
+            for page in sequence.pages.ids[: sequence.pages.count].tolist():
+                self.pool.prefixes.forget(page)
+        self.pool.clear(sequence.pages)
+
+    def _drop_saved(self, sequence: Sequence) -> None:
+        if sequence.saved is not None:
+            assert self._offload is not None
+            self._offload.drop(sequence.saved)
+            sequence.saved = None

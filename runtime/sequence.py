@@ -8,25 +8,35 @@ from typing import NamedTuple
 import numpy as np
 
 from aotc.runtime.kv_cache import BlockTable
+from aotc.runtime.offload import SavedPages
 from aotc.runtime.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is asked of the engine: token ids in, token ids out; text is the layer above."""
+    """What is asked of the engine: token ids in, token ids out; text is the layer above.
+
+    A lower `priority` goes first. `deadline` is a time of the engine's clock: a request that is not done by then ends.
+    Prefixes are shared among requests of one `cache_salt` alone, so that no tenant learns what another one asked.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int = 0
     choice: int = 0
+    priority: int = 0
+    deadline: float | None = None
+    cache_salt: str = ""
 
 
 class TokenOutput(NamedTuple):
-    """One new token of a request. `finish_reason` is stop, length or error on the last one.
+    """One new token of a request. `finish_reason` is stop, length, error or deadline on the last one; with error and
+    deadline there is no token: `token_id` is -1.
 
     `logprobs` lists (token id, log probability): the sampled one, then the best ones, where asked for.
-    `stop_reason` is the token id that stopped the request.
+    `stop_reason` is the token id that stopped the request. `cached_tokens` of its prompt were not computed, but found
+    in the cache: the same number on all outputs of a request.
     """
 
     request_id: str
@@ -34,11 +44,19 @@ class TokenOutput(NamedTuple):
     logprobs: tuple[tuple[int, float], ...]
     finish_reason: str | None
     stop_reason: int | None = None
+    cached_tokens: int = 0
+
+
+NO_SLOT = -1
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """State of a running request. `computed` counts the tokens whose keys and values are in the cache."""
+    """A request from its submission to its end. While it waits it has no slot and no pages, and `computed` is 0.
+
+    `computed` counts the tokens whose keys and values are in the cache. `digests` names the full pages of its tokens, as
+    far as they were asked for; `saved` is what was copied out of its pages when it lost them.
+    """
 
     request: Request
     slot: int
@@ -50,6 +68,12 @@ class Sequence:
     bans: np.ndarray | None = None
     outputs: list[int] = field(default_factory=list)
     pages: BlockTable | None = None
+    number: int = 0  # in the order of submission
+    since: float = 0.0  # when it began to wait
+    cached_tokens: int | None = None  # of its prompt when it first ran; None before
+    digests: list[bytes] = field(default_factory=list)
+    saved: SavedPages | None = None
+    ended: bool = False
 
     @property
     def prompt_len(self) -> int:
@@ -59,6 +83,11 @@ class Sequence:
     def pending(self) -> int:
         """Tokens known but not in the cache: the prompt's rest, or the last sampled token."""
         return len(self.tokens) - self.computed
+
+    @property
+    def turn(self) -> tuple[int, int]:
+        """Who goes first: the lower."""
+        return self.request.priority, self.number
 
 
 class Row(NamedTuple):

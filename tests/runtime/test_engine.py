@@ -1,122 +1,11 @@
 """The engine and its scheduler over a fake device whose next token is a hash of the history."""
 
-import zlib
-from dataclasses import dataclass, field
-
 import hypothesis.strategies as st
-import numpy as np
 import pytest
+from fake_executor import COMPUTE, COPY, VOCAB, all_free, expected, make, request, run, tokens
 from hypothesis import given, settings
 
 from aotc.errors import RequestError
-from aotc.runtime.engine import Engine
-from aotc.runtime.sampling import SamplingParams
-from aotc.runtime.sequence import Request
-
-VOCAB = 50
-EOS = 7
-
-
-def next_token(history, seed=0):
-    """What the fake model says after `history`."""
-    return zlib.crc32(np.array([seed, *history], np.int64).tobytes()) % VOCAB
-
-
-@dataclass
-class Result:
-    token: np.ndarray
-    logprobs: np.ndarray
-    logprob_ids: np.ndarray
-
-
-@dataclass
-class FakeExecutor:
-    """Keeps a cache of tokens a slot and checks every step against it: order, budget, slots. With pages, tokens lie where
-    the block table says, and are read back from there."""
-
-    max_num_seqs: int = 3
-    max_num_batched_tokens: int = 8
-    max_model_len: int = 40
-    vocab_size: int = VOCAB
-    poisoned: frozenset[str] = frozenset()
-    num_pages: int = 0
-    page_size: int = 4
-    cache: dict[int, list[int]] = field(default_factory=dict)
-    pages: dict[int, int] = field(default_factory=dict)
-    steps: list[list[tuple[str, int, bool]]] = field(default_factory=list)
-
-    def start(self, sequence):
-        assert 0 <= sequence.slot < self.max_num_seqs
-        self.cache[sequence.slot] = []
-
-    def step(self, rows):
-        assert 0 < len(rows) <= self.max_num_seqs
-        assert 0 < sum(r.count for r in rows) <= self.max_num_batched_tokens
-        assert len({r.sequence.slot for r in rows}) == len(rows)
-        result = Result(np.zeros(len(rows), np.int32), np.zeros((len(rows), 21), np.float32),
-                        np.full((len(rows), 21), -1, np.int32))  # fmt: skip
-        for n, (sequence, start, count, samples) in enumerate(rows):
-            cache = self.cache[sequence.slot]
-            assert count > 0 and start == len(cache)
-            cache += sequence.tokens[start : start + count]
-            if self.num_pages:
-                self._check_pages(sequence, start, cache, rows)
-            assert samples == (cache == sequence.tokens)
-            poisoned = sequence.request.request_id in self.poisoned
-            result.token[n] = -1 if poisoned else next_token(cache, sequence.request.seed)
-            result.logprob_ids[n, :3] = result.token[n], 1, 2
-            result.logprobs[n, :3] = -0.5, -0.25, -1
-        self.steps.append([(r.sequence.request.request_id, r.count, r.samples) for r in rows])
-        return result
-
-
-    def _check_pages(self, sequence, start, cache, rows):
-        held = [r.sequence.pages.ids[: r.sequence.pages.count].tolist() for r in rows]
-        assert len(sum(held, [])) == len(set(sum(held, []))), "a page with two owners"
-        mine = sequence.pages.ids[: sequence.pages.count]
-        assert len(mine) == -(-len(cache) // self.page_size), "a page too many or too few"
-        places = [int(mine[p // self.page_size]) * self.page_size + p % self.page_size for p in range(len(cache))]
-        assert all(0 <= place < self.num_pages * self.page_size for place in places)
-        for p in range(start, len(cache)):
-            self.pages[places[p]] = cache[p]
-        assert [self.pages[place] for place in places] == cache, "another sequence wrote here"
-
-
-def request(name, prompt, seed=0, **fields):
-    return Request(name, tuple(prompt), SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **fields}), seed)
-
-
-def run(engine, outputs=None, steps=500):
-    """Steps until all is done; returns request id -> list of its outputs."""
-    outputs = {} if outputs is None else outputs
-    while engine.has_work:
-        steps -= 1
-        assert steps, "the engine makes no progress"
-        for output in engine.step():
-            outputs.setdefault(output.request_id, []).append(output)
-    return outputs
-
-
-def tokens(outputs, name):
-    return [o.token_id for o in outputs.get(name, [])]
-
-
-def expected(prompt, count, seed=0):
-    history = list(prompt)
-    for _ in range(count):
-        history.append(next_token(history, seed))
-    return history[len(prompt) :]
-
-
-def all_free(engine, executor):
-    pool = engine.scheduler.pool
-    whole = pool is None or pool.free_pages == pool.num_pages
-    return engine.scheduler.free_slots == executor.max_num_seqs and not engine.has_work and whole
-
-
-def make(eos=(EOS,), **fields):
-    executor = FakeExecutor(**fields)
-    return Engine(executor, eos), executor
 
 
 def test_one_request():
@@ -292,24 +181,10 @@ def test_a_device_that_fails_to_start_a_sequence_keeps_no_slot(monkeypatch):
     assert all_free(engine, executor)
 
 
-REQUESTS = st.lists(
-    st.fixed_dictionaries({
-        "prompt": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20),
-        "seed": st.integers(0, 3),
-        "max_tokens": st.none() | st.integers(1, 12),
-        "min_tokens": st.integers(0, 1),
-        "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=4).map(tuple),
-        "ignore_eos": st.booleans(),
-        "arrives": st.integers(0, 10),
-        "cancelled": st.none() | st.integers(0, 12),
-    }),
-    min_size=1, max_size=8,
-)  # fmt: skip
-
-
 def test_the_youngest_gives_its_pages_to_the_oldest_and_goes_on_later():
     """Two sequences of 3 pages each in a pool of 4: one is preempted and computed again from its tokens."""
-    engine, executor = make(num_pages=4, max_num_seqs=2, max_num_batched_tokens=40)
+    options = {"prefix_cache": False}
+    engine, executor = make(num_pages=4, max_num_seqs=2, max_num_batched_tokens=40, options=options)
     for name in ("old", "young"):
         engine.submit(request(name, [1, 2, 3], max_tokens=10, repetition_penalty=1.5))
     out = run(engine)
@@ -357,19 +232,47 @@ def test_requests_wait_for_pages_in_the_order_they_came():
     assert list(out) == ["first", "long", "short"] and all_free(engine, executor)
 
 
-@settings(max_examples=100)
-@given(REQUESTS, st.integers(1, 4), st.integers(1, 9), st.sets(st.integers(0, 7), max_size=1), st.sampled_from([0, 5, 10]))
-def test_outputs_equal_those_of_each_request_alone(asked, seqs, budget, bad, pages):
+PROMPTS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20) | st.integers(1, 30).map(lambda n: [3] * n)
+REQUESTS = st.lists(
+    st.fixed_dictionaries({
+        "prompt": PROMPTS,
+        "priority": st.integers(-1, 1),
+        "salt": st.sampled_from(["", "tenant"]),
+        "seed": st.integers(0, 3),
+        "max_tokens": st.none() | st.integers(1, 12),
+        "min_tokens": st.integers(0, 1),
+        "stop_token_ids": st.lists(st.integers(0, VOCAB - 1), max_size=4).map(tuple),
+        "ignore_eos": st.booleans(),
+        "arrives": st.integers(0, 10),
+        "cancelled": st.none() | st.integers(0, 12),
+    }),
+    min_size=1, max_size=10,
+)  # fmt: skip
+
+
+OPTIONS = st.fixed_dictionaries({
+    "prefix_cache": st.booleans(),
+    "offload_memory": st.sampled_from([0, 64 * 4, 1 << 20]),  # none, 4 pages, plenty
+    "costs": st.sampled_from([COPY, COMPUTE]),
+})  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(
+    REQUESTS, st.integers(1, 4), st.integers(1, 9), st.sets(st.integers(0, 7), max_size=1),
+    st.sampled_from([0, 5, 7, 10]), OPTIONS,
+)  # fmt: skip
+def test_outputs_equal_those_of_each_request_alone(asked, seqs, budget, bad, pages, options):
     """Whatever runs beside it, arrives, is cancelled, fails or takes its pages: a request's tokens do not change."""
     wanted = []
     for n, fields in enumerate(asked):
-        options = {k: v for k, v in fields.items() if k not in ("prompt", "seed", "arrives", "cancelled")}
-        wanted.append(request(f"r{n}", fields["prompt"], fields["seed"], **options))
+        wanted.append(request(f"r{n}", **{k: v for k, v in fields.items() if k not in ("arrives", "cancelled")}))
     poisoned = frozenset(f"r{n}" for n in bad)
     # Sequences of up to 40 tokens, so that pools of 5 and 10 pages of 8 hold one or two of them whole.
     engine, executor = make(
-        max_num_seqs=seqs, max_num_batched_tokens=budget, poisoned=poisoned, num_pages=pages, page_size=8
-    )
+        max_num_seqs=seqs, max_num_batched_tokens=budget, poisoned=poisoned, num_pages=pages, page_size=8,
+        options=options,
+    )  # fmt: skip
     out = {}
     for clock in range(1000):
         for item, fields in zip(wanted, asked, strict=True):
@@ -387,5 +290,5 @@ def test_outputs_equal_those_of_each_request_alone(asked, seqs, budget, bad, pag
         alone.submit(item)
         full = run(alone)[item.request_id]
         got = out.get(item.request_id, [])
-        assert got == full[: len(got)]
+        assert [o._replace(cached_tokens=0) for o in got] == full[: len(got)]
         assert len(got) == len(full) or fields["cancelled"] is not None
