@@ -60,7 +60,8 @@ golden: $(READY) ## rewrite the golden files; review the difference before commi
 	git status --short tests
 
 bench: build/smollm2 ## measure the demo's model
-	$(AOTC) bench build/smollm2
+	$(AOTC) bench startup build/smollm2
+	$(AOTC) bench latency build/smollm2
 
 soak: $(READY) ## repeat the property tests on ROUNDS fresh seeds
 	for seed in $$(seq $(ROUNDS)); do \

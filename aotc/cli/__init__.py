@@ -19,7 +19,7 @@ COMMANDS = {
     "inspect": "show what is in an artifact: programs, kernels, memory, bytes moved",
     "verify": "check an artifact against its interpreter and its source",
     "tune": "measure schedules of CUDA kernels on the GPU that is here",
-    "bench": "measure start-up or latency of an artifact",
+    "bench": "measure start-up or latency of an artifact, or a server under load",
 }
 
 _EPILOG = """examples:
@@ -31,7 +31,7 @@ _EPILOG = """examples:
 
 _EXTRAS = {
     "torch": "compile", "triton": "compile", "ml_dtypes": "compile", "onnx": "compile", "cuda": "cuda",
-    "starlette": "serve", "uvicorn": "serve", "prometheus_client": "serve",
+    "starlette": "serve", "uvicorn": "serve", "prometheus_client": "serve", "matplotlib": "bench",
 }  # fmt: skip
 """The extra of pyproject.toml that installs a module."""
 

@@ -1,5 +1,5 @@
-"""Measure an artifact: `bench startup DIR` from process start to first token, in parts; `bench latency DIR` prefill
-and decode steps. Results are JSON lines."""
+"""Measure: `bench startup DIR` from process start to first token, in parts; `bench latency DIR` prefill and decode
+steps; `bench serve URL|DIR` a server under load."""
 
 from __future__ import annotations
 
@@ -12,22 +12,35 @@ import time
 from pathlib import Path
 from typing import Any
 
+from aotc.cli import bench_serve
 from aotc.cli.options import add_device
 
 DECODED = 64  # tokens after the prompt of a latency measurement
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["startup", "latency"], help="what to measure")
-    parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model")
-    parser.add_argument("--json", metavar="FILE", dest="file", help="append the results to a file of JSON lines")
-    parser.add_argument("--repeat", type=int, default=10, metavar="N", help="runs of each measurement")
-    parser.add_argument("--prompt-len", type=int, default=512, metavar="N", help="tokens of the prefill")
-    add_device(parser)
-    parser.add_argument("--profile", action="store_true", help="latency: also print time by kernel of a decode step")
+    kinds = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+
+    def add(name: str, text: str, about: str | None) -> argparse.ArgumentParser:
+        return kinds.add_parser(name, help=text, description=about, formatter_class=parser.formatter_class)
+
+    for name, text in (
+        ("startup", "from process start to the first token, in parts"),
+        ("latency", "prefill and decode"),
+    ):
+        sub = add(name, text, f"Measure {text}; results are JSON lines.")
+        sub.add_argument("artifact", metavar="DIR", help="an artifact of a language model")
+        sub.add_argument("--json", metavar="FILE", dest="file", help="append the results to a file of JSON lines")
+        sub.add_argument("--repeat", type=int, default=10, metavar="N", help="runs of each measurement")
+        sub.add_argument("--prompt-len", type=int, default=512, metavar="N", help="tokens of the prefill")
+        add_device(sub)
+        sub.add_argument("--profile", action="store_true", help="latency: also print time by kernel of a decode step")
+    bench_serve.add_arguments(add("serve", "load on a server: latency and throughput", bench_serve.__doc__))
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.what == "serve":
+        return bench_serve.run(options)
     if options.repeat < 1 or options.prompt_len < 1:
         from aotc.errors import RequestError
 

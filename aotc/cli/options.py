@@ -8,6 +8,9 @@ import re
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
+Parser = argparse.ArgumentParser | argparse._ArgumentGroup
+
+
 def parse_bytes(flag: str, text: str) -> int:
     """`1048576`, `512MiB` or `1.5 GB` as bytes. Raises RequestError."""
     from aotc.errors import RequestError
@@ -19,14 +22,14 @@ def parse_bytes(flag: str, text: str) -> int:
     return int(whole + part) * UNITS[match[2].upper()] // 10 ** len(part)
 
 
-def add_device(parser: argparse.ArgumentParser) -> None:
+def add_device(parser: Parser) -> None:
     """`--device`: where an artifact runs; the names are those of `aotc.runtime.devices.opening.DEVICES`."""
     parser.add_argument(
         "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: the GPU if the artifact has code for it"
     )
 
 
-def add_kv_cache(parser: argparse.ArgumentParser, usual: str) -> None:
+def add_kv_cache(parser: Parser, usual: str) -> None:
     """`--kv-layout` and `--kv-cache-memory`, with vLLM's name for the latter beside ours."""
     parser.add_argument(
         "--kv-layout", choices=["static", "paged"], default=None,

@@ -217,3 +217,40 @@ def test_a_port_that_is_taken(artifact, server, capsys):
     port = server.rpartition(":")[2]
     assert main(["serve", str(artifact), "--port", port]) == 2
     assert f"cannot listen on 127.0.0.1 port {port} (Address already in use)" in capsys.readouterr().err
+
+
+# Under load: `aotc bench serve`
+
+
+def bench(capsys, target, *arguments):
+    lengths = ["--num-prompts", "9", "--random-input-len", "12", "--random-output-len", "5", "--random-range-ratio", "0.4"]
+    code = main(["bench", "serve", str(target), *lengths, "--save-result", *map(str, arguments)])
+    assert code == 0, capsys.readouterr()
+    return capsys.readouterr()
+
+
+@pytest.mark.parametrize("endpoint", ["/v1/completions", "/v1/chat/completions"])
+def test_bench_of_a_server(server, capsys, tmp_path, endpoint):
+    path = tmp_path / "result.json"
+    words = ["--random-input-len", 4] if "chat" in endpoint else []  # and each letter is a token here
+    arguments = ["--api-key", KEY, "--endpoint", endpoint, "--save-detailed", "--max-concurrency", 3, *words]
+    answered = bench(capsys, server, path, *arguments)
+    assert answered.err == ""
+    found = json.loads(path.read_text())
+    assert (found["completed"], found["failed"], found["model_id"]) == (9, 0, "tiny")
+    assert min(found["output_lens"]) >= 3 and max(found["output_lens"]) <= 7
+    if endpoint == "/v1/completions":
+        assert min(found["input_lens"]) >= 7 and max(found["input_lens"]) <= 17
+    for ttft, gaps in zip(found["ttfts"], found["itls"], strict=True):
+        assert ttft > 0 and all(gap >= 0 for gap in gaps)
+    assert found["total_output_tokens"] == sum(found["output_lens"])
+
+
+def test_bench_of_an_artifact(artifact, capsys, tmp_path, monkeypatch):
+    """It starts a server and ends it: nothing listens afterwards, and no process is left."""
+    monkeypatch.delenv("AOTC_API_KEY", raising=False)
+    path = tmp_path / "result.json"
+    bench(capsys, artifact, path, "--sweep", "1,4", "--slo", "ttft_p99=60s,failed=0", "--max-num-seqs", 4)
+    found = json.loads(path.read_text())
+    assert [(r["max_concurrency"], r["completed"], r["failed"]) for r in found] == [(1, 9, 0), (4, 9, 0)]
+    assert found[0]["total_output_tokens"] > 9
