@@ -1,16 +1,19 @@
 """Serve an artifact over OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics.
 
-The model runs in a child process. Where it ends, with exit code 70 when the GPU failed in a step, another is started."""
+Each model runs in a child process. Where it ends, with exit code 70 when the GPU failed in a step, another is started."""
 
 from __future__ import annotations
 
 import argparse
-import os
+import dataclasses
 import re
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from aotc.cli.options import add_device, add_kv_cache
+
+if TYPE_CHECKING:
+    from aotc.runtime.server.opening import ModelOptions
 
 FIXED = {
     "--dtype": "--dtype", "--max-model-len": "--max-model-len", "--quantization": "--dtype",
@@ -22,20 +25,31 @@ _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model")
+    parser.add_argument("artifact", metavar="DIR", nargs="?", help="an artifact of a language model")
+    parser.add_argument(
+        "--model", action="append", default=[], metavar="NAME=DIR[,device=cuda:0]",
+        help="a model beside it, each in a process of its own; options: device, max-num-seqs, kv-layout, kv-cache-memory",
+    )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     add_device(parser)
     add_kv_cache(parser, "paged")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one")
     parser.add_argument(
-        "--served-model-name", metavar="NAME", help="the model's name in the API (default: the folder's)"
+        "--served-model-name", metavar="NAME", help="the name of DIR in the API (default: the folder's)"
     )
     parser.add_argument("--api-key", metavar="KEY", help="key that clients must send (default: AOTC_API_KEY)")
-    parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="most sequences at once")
+    parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="most sequences at once, a model")
     parser.add_argument(
-        "--max-num-queued-reqs", type=int, default=256, metavar="N", help="more unfinished ones get a 429"
+        "--max-num-queued-reqs", type=int, default=256, metavar="N", help="more unfinished ones of a model get a 429"
     )
-    parser.add_argument("--shutdown-timeout", type=int, default=30, metavar="S", help="seconds to finish after SIGTERM")
+    parser.add_argument(
+        "--load-timeout", type=int, default=1800, metavar="S",
+        help="seconds in which a model must load, else it is started again; 0: no limit",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shutdown-timeout", type=int, default=30, metavar="S",
+        help="seconds to finish after SIGTERM; a second one ends the server at once",
+    )  # fmt: skip
     parser.add_argument(
         "--metrics-prefix", default="aotc", metavar="P", help="prefix of metrics; vllm for its dashboards"
     )
@@ -54,8 +68,8 @@ def run(options: argparse.Namespace) -> int:
             raise RequestError(f"{flag} is fixed at compile time: recompile with `aotc compile ... {compile_flag} ...`")
     if not 0 <= options.port <= 65535 or options.max_num_seqs < 1 or options.max_num_queued_reqs < 1:
         raise RequestError("--port is 0 to 65535, --max-num-seqs and --max-num-queued-reqs are at least 1")
-    if options.shutdown_timeout < 0:
-        raise RequestError("--shutdown-timeout is a number of seconds, 0 or more")
+    if options.shutdown_timeout < 0 or options.load_timeout < 0:
+        raise RequestError("--shutdown-timeout and --load-timeout are numbers of seconds, 0 or more")
     if not _PREFIX.match(options.metrics_prefix):
         raise RequestError("--metrics-prefix is made of letters, digits and _, and begins with no digit")
     key = options.api_key or knobs.api_key()
@@ -65,61 +79,48 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, key: str | None) -> int:
-    from aotc.artifact.reader import open_artifact
     from aotc.errors import ArtifactError
-    from aotc.runtime.kv_cache import choose_cache, parse_bytes
     from aotc.runtime.server.app import Server, Settings
-    from aotc.runtime.server.engine_client import EngineClient
     from aotc.runtime.server.http import HttpServer, listen
     from aotc.runtime.server.metrics import Metrics
+    from aotc.runtime.server.opening import open_model
 
-    artifact = open_artifact(options.artifact)
-    model = options.served_model_name or os.path.basename(os.path.abspath(options.artifact))
-    tokenizer, template, config = _text(artifact)
-    limits = artifact.manifest.model
-    settings = Settings(model, limits.max_model_len, limits.vocab_size, key, options.max_num_queued_reqs, config)
-    parse_bytes(options.kv_cache_memory)  # refused here, not by the engine's process
-    choose_cache(artifact.manifest, options.kv_layout, "paged")
-    engine = EngineClient(
-        str(artifact.path), options.max_num_seqs, device=options.device, kv_layout=options.kv_layout,
-        kv_cache_memory=options.kv_cache_memory,
-    )  # fmt: skip
-    server = Server(settings, engine, tokenizer, template, Metrics(options.metrics_prefix, model))
+    metrics = Metrics(options.metrics_prefix)
+    models = [open_model(model, metrics, options.load_timeout) for model in _models(options)]
+    server = Server(Settings(key, options.max_num_queued_reqs), models, metrics)
     http = HttpServer(
         server, log_level=options.log_level, access_log=not options.disable_access_log,
         shutdown_timeout=options.shutdown_timeout,
     )  # fmt: skip
-
-    def give_up() -> None:
-        http.should_exit = True
-
-    engine.on_failed = give_up
+    server.on_failure = http.give_up
     with listen(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
-        print(f"aotc: serving {model} at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr)
+        names = ", ".join(server.served)
+        print(f"aotc: serving {names} at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr)
         http.run([listener])
-    if engine.failed is not None:
-        raise ArtifactError(engine.failed)
+    if server.failure is not None:
+        raise ArtifactError(server.failure)
     return 0
 
 
-def _text(artifact: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """Tokenizer, chat template (or None) and generation config of an artifact."""
-    import json
+def _models(options: argparse.Namespace) -> list[ModelOptions]:
+    """The models of the command line, DIR first. Raises RequestError where there is none, or two of one name."""
+    from aotc.errors import RequestError
+    from aotc.runtime.server.opening import ModelOptions, name_of, parse_model
 
-    from aotc.errors import ArtifactError
-    from aotc.runtime.chat_template import ChatTemplate
-    from aotc.runtime.tokenizer import Tokenizer
-
-    if artifact.manifest.model.kind != "llm" or not artifact.has("tokenizer.json"):
-        raise ArtifactError(f"{artifact.path} is no language model with a tokenizer: serve needs one")
-    config = {}
-    if artifact.has("generation_config.json"):
-        config = json.loads(artifact.read("generation_config.json"))
-    tokenizer = Tokenizer(artifact.file("tokenizer.json"), config)
-    template = None
-    if artifact.has("chat_template.jinja"):
-        source = artifact.read("chat_template.jinja").decode()
-        bos, eos = config.get("bos_token", tokenizer.bos_token), config.get("eos_token", tokenizer.eos_token)
-        template = ChatTemplate(source, bos_token=bos, eos_token=eos)
-    return tokenizer, template, config
+    usual = ModelOptions(
+        "-", "-", options.device, options.max_num_seqs, options.kv_layout, options.kv_cache_memory
+    )  # fmt: skip
+    models = [parse_model(text, usual) for text in options.model]
+    if options.artifact is not None:
+        name = options.served_model_name or name_of(options.artifact)
+        models.insert(0, dataclasses.replace(usual, name=name, path=options.artifact))
+    elif options.served_model_name is not None:
+        raise RequestError("--served-model-name is the name of DIR: there is none")
+    if not models:
+        raise RequestError("there is no model: write `aotc serve DIR` or `aotc serve --model NAME=DIR`")
+    names = [model.name for model in models]
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError(f"two models are called {name}: give each a name of its own")
+    return models

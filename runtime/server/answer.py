@@ -19,8 +19,6 @@ from aotc.runtime.detokenizer import Detokenizer
 from aotc.runtime.llm import TextStream
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import TokenOutput
-from aotc.runtime.server.engine_client import EngineClient
-from aotc.runtime.server.metrics import Metrics
 from aotc.runtime.server.protocol import usage
 from aotc.runtime.server.responses import (
     DONE,
@@ -31,7 +29,7 @@ from aotc.runtime.server.responses import (
     json_response,
     status_of,
 )
-from aotc.runtime.tokenizer import Tokenizer
+from aotc.runtime.server.served import ServedModel
 
 log = logging.getLogger("aotc.server")
 
@@ -68,16 +66,16 @@ class Answer:
     """The choices of a request for `prompts`, `params.n` of each. `head` is what every object begins with."""
 
     def __init__(
-        self, engine: EngineClient, tokenizer: Tokenizer, metrics: Metrics, prompts: list[list[int]],
-        params: SamplingParams, seed: int, head: dict[str, Any], chat: bool,
-    ) -> None:  # fmt: skip
-        self._engine, self._metrics = engine, metrics
+        self, model: ServedModel, prompts: list[list[int]], params: SamplingParams, seed: int, head: dict[str, Any], chat: bool
+    ) -> None:
+        self._model = model
         self._seed, self._head, self._chat = seed, head, chat
+        self._failed = False  # by our fault
         self._prompt_tokens = sum(map(len, prompts))
         self._choices = [
             Choice(
                 n * params.n + number, prompt, params, number,
-                TextStream(params, Detokenizer(tokenizer, params.skip_special_tokens)),
+                TextStream(params, Detokenizer(model.tokenizer, params.skip_special_tokens)),
             )
             for n, prompt in enumerate(prompts)
             for number in range(params.n)
@@ -92,7 +90,7 @@ class Answer:
 
         gone = asyncio.create_task(_gone(request))
         work = [asyncio.create_task(drain(choice)) for choice in self._choices]
-        async with _ending(*work, gone):
+        async with self._counted(), _ending(*work, gone):
             left = set(work)
             while left:
                 done, _ = await asyncio.wait({*left, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -111,7 +109,7 @@ class Answer:
     async def _events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()  # a slow reader holds up no other: at most max_model_len
         tasks = [asyncio.create_task(self._feed(choice, queue)) for choice in self._choices]
-        async with _ending(*tasks):
+        async with self._counted(), _ending(*tasks):
             left = len(tasks)
             while left:
                 item = await queue.get()
@@ -122,6 +120,17 @@ class Answer:
             if include_usage:
                 yield event({**self._head, "choices": [], "usage": self._usage()})
             yield DONE
+
+    @contextlib.asynccontextmanager
+    async def _counted(self) -> AsyncGenerator[None, None]:
+        """Tells the breaker how the request ended."""
+        breaker = self._model.breaker
+        ticket = breaker.begin()
+        try:
+            yield
+        finally:
+            done = all(choice.finish_reason is not None for choice in self._choices)
+            breaker.end(ticket, True if self._failed else False if done else None)
 
     async def _feed(self, choice: Choice, queue: asyncio.Queue[bytes | None]) -> None:
         """Puts the events of one choice into the queue, and None at their end."""
@@ -141,10 +150,10 @@ class Answer:
 
     async def _run(self, choice: Choice) -> AsyncGenerator[Piece, None]:
         """Yields each piece of text that has become final. Leaving the iteration frees the engine's slot."""
-        metrics = self._metrics
+        metrics = self._model.metrics
         begin = last = time.monotonic()
         reason = "abort"
-        source = self._engine.generate(choice.prompt, choice.params, self._seed, choice.number)
+        source = self._model.engine.generate(choice.prompt, choice.params, self._seed, choice.number)
         try:
             async for output in source:
                 now = time.monotonic()
@@ -164,8 +173,9 @@ class Answer:
                 if choice.finish_reason:
                     reason = choice.finish_reason
                     return
-        except AotcError:
+        except AotcError as error:
             reason = "error"
+            self._failed = self._failed or status_of(error) >= 500
             raise
         finally:
             await source.aclose()

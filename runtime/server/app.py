@@ -8,8 +8,8 @@ import hmac
 import logging
 import re
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.applications import Starlette
@@ -19,15 +19,13 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from aotc.errors import AotcError
-from aotc.runtime.chat_template import ChatTemplate
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.server import protocol
 from aotc.runtime.server.answer import Answer
-from aotc.runtime.server.engine_client import EngineClient
 from aotc.runtime.server.metrics import Metrics
 from aotc.runtime.server.protocol import BadRequest, ChatRequest, CompletionRequest
 from aotc.runtime.server.responses import error_response, json_response, status_of
-from aotc.runtime.tokenizer import Tokenizer
+from aotc.runtime.server.served import ServedModel
 
 log = logging.getLogger("aotc.server")
 
@@ -42,28 +40,28 @@ Handler = Callable[[Request], Awaitable[Response]]
 class Settings:
     """What the server was started with."""
 
-    model: str
-    max_model_len: int
-    vocab_size: int
     api_key: str | None = None
     max_num_queued_reqs: int = 256
-    generation_config: dict[str, Any] = field(default_factory=dict)
 
 
 class Server:
-    """The routes over one engine."""
+    """The routes over the models' engines; all models have names of their own."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        engine: EngineClient,
-        tokenizer: Tokenizer,
-        template: ChatTemplate | None,
-        metrics: Metrics,
-    ) -> None:
-        self.settings, self.engine, self.tokenizer, self.template = settings, engine, tokenizer, template
-        self.metrics, self.draining = metrics, False
-        engine.on_restart = metrics.engine_restarts.inc
+    def __init__(self, settings: Settings, models: Sequence[ServedModel], metrics: Metrics) -> None:
+        self.settings, self.metrics, self.draining = settings, metrics, False
+        self.served = {model.name: model for model in models}
+        self.failure: str | None = None  # why it ended by itself
+        self.on_failure: Callable[[], None] = lambda: None
+        for model in models:
+            model.engine.on_failed = self._model_failed
+
+    def _model_failed(self) -> None:
+        """Ends a server of which a model cannot even start, or which has no model left; else the others go on."""
+        engines = [model.engine for model in self.served.values()]
+        failed = [e.failed for e in engines if e.failed is not None]
+        if len(failed) == len(engines) or any(e.failed is not None and not e.was_ready for e in engines):
+            self.failure = failed[0]
+            self.on_failure()
 
     def app(self) -> Starlette:
         """The ASGI application; its lifespan runs the engine."""
@@ -86,13 +84,13 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(self.engine.run())
+        tasks = [asyncio.create_task(model.engine.run()) for model in self.served.values()]
         try:
             yield
         finally:
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _guarded(self, handler: Handler) -> Handler:
         """Key, request id and error objects around a handler."""
@@ -105,7 +103,7 @@ class Server:
                 self._authorise(request)
                 response = await handler(request)
             except BadRequest as error:
-                response = error_response(str(error), error.status, error.param, error.code)
+                response = error_response(str(error), error.status, error.param, error.code, error.retry_after)
             except AotcError as error:
                 response = error_response(str(error), status_of(error))
             except ClientDisconnect:
@@ -140,105 +138,121 @@ class Server:
         return protocol.decode(bytes(body), kind)
 
     async def models(self, _: Request) -> Response:
-        return json_response({"object": "list", "data": [self._model()]})
+        return json_response({"object": "list", "data": [model.card() for model in self.served.values()]})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["model"])
-        return json_response(self._model())
-
-    def _model(self) -> dict[str, Any]:
-        settings = self.settings
-        return {"id": settings.model, "object": "model", "created": 0, "owned_by": "aotc",
-                "max_model_len": settings.max_model_len}  # fmt: skip
+        return json_response(self._choose(request.path_params["model"]).card())
 
     async def live(self, _: Request) -> Response:
         return json_response({"status": "live"})
 
     async def ready(self, _: Request) -> Response:
-        if self.engine.failed is not None:
-            return json_response({"status": "failed", "message": self.engine.failed}, 503)
-        able = self.engine.ready.is_set() and not self.draining
-        return json_response({"status": "ready" if able else "not ready"}, 200 if able else 503)
+        """Whether requests that come now are answered: by all models, for a balancer sees one server."""
+        each = {name: model.status for name, model in self.served.items()}
+        status = "draining" if self.draining else next((s for s in each.values() if s != "ready"), "ready")
+        said: dict[str, Any] = {"status": status}
+        failed = [m.engine.failed for m in self.served.values() if m.engine.failed is not None]
+        if failed and status == "failed":
+            said["message"] = failed[0]
+        if len(each) > 1:
+            said["models"] = each
+        return json_response(said, 200 if status == "ready" else 503)
 
     async def show_metrics(self, _: Request) -> Response:
-        body = self.metrics.render(self.engine.load, self.engine.unfinished)
-        return Response(body, media_type="text/plain; version=0.0.4")
+        for model in self.served.values():
+            model.measure()
+        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4")
 
     async def tokenize(self, request: Request) -> Response:
         asked = await self._body(request, protocol.TokenizeRequest)
-        ids = await self._encode(asked.prompt, asked.add_special_tokens)
-        return json_response({"tokens": ids, "count": len(ids), "max_model_len": self.settings.max_model_len})
+        model = self._choose(asked.model)
+        ids = await _encode(model, asked.prompt, asked.add_special_tokens)
+        return json_response({"tokens": ids, "count": len(ids), "max_model_len": model.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
         asked = await self._body(request, protocol.DetokenizeRequest)
-        return json_response({"prompt": self.tokenizer.decode(asked.tokens, skip_special_tokens=False)})
+        model = self._choose(asked.model)
+        if not all(0 <= t < model.vocab_size for t in asked.tokens):
+            raise BadRequest(f"tokens holds a token id outside 0..{model.vocab_size - 1}", param="tokens")
+        return json_response({"prompt": model.tokenizer.decode(asked.tokens, skip_special_tokens=False)})
 
     async def completions(self, request: Request) -> Response:
         asked: CompletionRequest = await self._body(request, CompletionRequest)
-        self._check_model(asked.model)
+        model = self._choose(asked.model)
         prompts = protocol.prompts(asked.prompt)
-        ids = [await self._encode(p) if isinstance(p, str) else p for p in prompts]
-        return await self._answer(request, asked, ids)
+        ids = [await _encode(model, p) if isinstance(p, str) else p for p in prompts]
+        return await self._answer(request, model, asked, ids)
 
     async def chat(self, request: Request) -> Response:
         asked: ChatRequest = await self._body(request, ChatRequest)
-        self._check_model(asked.model)
-        if self.template is None:
+        model = self._choose(asked.model)
+        if model.template is None:
             raise BadRequest("the model has no chat template: use /v1/completions")
         arguments = protocol.template_arguments(asked)
-        text = await asyncio.to_thread(self.template.render, asked.messages, **arguments)
-        return await self._answer(request, asked, [await self._encode(text, add_special_tokens=False)])
+        text = await asyncio.to_thread(model.template.render, asked.messages, **arguments)
+        return await self._answer(request, model, asked, [await _encode(model, text, add_special_tokens=False)])
 
-    async def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        if len(text) <= SHORT_TEXT:
-            return self.tokenizer.encode(text, add_special_tokens)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens)
-
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self.settings.model:
-            raise BadRequest(
-                f"the model {name!r} is not served here: {self.settings.model}", 404, "model", "model_not_found"
-            )
+    def _choose(self, name: str | None) -> ServedModel:
+        """The model that a request asks for; it may leave the name out where there is one only."""
+        if name is None and len(self.served) == 1:
+            return next(iter(self.served.values()))
+        known = ", ".join(self.served)
+        if name is None:
+            raise BadRequest(f"model must be one of those served here: {known}", param="model")
+        if name not in self.served:
+            raise BadRequest(f"the model {name[:80]!r} is not served here: {known}", 404, "model", "model_not_found")
+        return self.served[name]
 
     async def _answer(
-        self, request: Request, asked: CompletionRequest | ChatRequest, prompts: list[list[int]]
+        self, request: Request, model: ServedModel, asked: CompletionRequest | ChatRequest, prompts: list[list[int]]
     ) -> Response:
         chat = isinstance(asked, ChatRequest)
-        params = self._check(asked, prompts, "messages" if chat else "prompt")
-        self._admit(len(prompts) * params.n)
-        head = protocol.envelope(chat, bool(asked.stream), request.state.request_id, self.settings.model)
+        params = _check(model, asked, prompts, "messages" if chat else "prompt")
+        self._admit(model, len(prompts) * params.n)
+        head = protocol.envelope(chat, bool(asked.stream), request.state.request_id, model.name)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        answer = Answer(self.engine, self.tokenizer, self.metrics, prompts, params, seed, head, chat)
+        answer = Answer(model, prompts, params, seed, head, chat)
         if asked.stream:
             return answer.stream(asked.stream_options is not None and asked.stream_options.include_usage)
         return await answer.whole(request)
 
-    def _check(
-        self, asked: CompletionRequest | ChatRequest, prompts: list[list[int]], field_name: str
-    ) -> SamplingParams:
-        """The settings of a request that fits the model. Raises RequestError."""
-        shortest, longest = min(map(len, prompts)), max(map(len, prompts))
-        most, vocab = self.settings.max_model_len, self.settings.vocab_size
-        if longest >= most:
-            message = f"the prompt has {longest} tokens, the model was compiled for {most} with its answer"
-            raise BadRequest(message, param=field_name, code="context_length_exceeded")
-        if not shortest:
-            raise BadRequest("the prompt has no tokens", param=field_name)
-        if not all(0 <= t < vocab for prompt in prompts for t in prompt):
-            raise BadRequest(f"the prompt holds a token id outside 0..{vocab - 1}", param=field_name)
-        return protocol.sampling_params(asked, self.settings.generation_config, most - longest, vocab)
-
-    def _admit(self, count: int) -> None:
+    def _admit(self, model: ServedModel, count: int) -> None:
         """Refuses a request while too many others wait, or for good when it alone is too many."""
         most = self.settings.max_num_queued_reqs
         if self.draining:
             raise BadRequest("the server is shutting down", 503)
-        if self.engine.failed is not None:
-            raise BadRequest(f"the engine cannot start: {self.engine.failed}", 503)
+        if model.engine.failed is not None:
+            raise BadRequest(f"the engine cannot start: {model.engine.failed}", 503)
         if count > most:
             raise BadRequest(f"the request asks for {count} answers, this server takes {most} at once", param="n")
-        if self.engine.unfinished + count > most:
+        if model.engine.unfinished + count > most:
             raise BadRequest("too many requests are waiting: try again later", 429, code="rate_limit_exceeded")
+        seconds = model.breaker.retry_after()
+        if seconds is not None:
+            message = f"the model failed too often: try again in {seconds} s"
+            raise BadRequest(message, 503, code="circuit_open", retry_after=seconds)
+
+
+async def _encode(model: ServedModel, text: str, add_special_tokens: bool = True) -> list[int]:
+    if len(text) <= SHORT_TEXT:
+        return model.tokenizer.encode(text, add_special_tokens)
+    return await asyncio.to_thread(model.tokenizer.encode, text, add_special_tokens)
+
+
+def _check(
+    model: ServedModel, asked: CompletionRequest | ChatRequest, prompts: list[list[int]], field_name: str
+) -> SamplingParams:
+    """The settings of a request that fits the model. Raises BadRequest."""
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    most, vocab = model.max_model_len, model.vocab_size
+    if longest >= most:
+        message = f"the prompt has {longest} tokens, the model was compiled for {most} with its answer"
+        raise BadRequest(message, param=field_name, code="context_length_exceeded")
+    if not shortest:
+        raise BadRequest("the prompt has no tokens", param=field_name)
+    if not all(0 <= t < vocab for prompt in prompts for t in prompt):
+        raise BadRequest(f"the prompt holds a token id outside 0..{vocab - 1}", param=field_name)
+    return protocol.sampling_params(asked, model.generation_config, most - longest, vocab)
 
 
 async def _no_route(_: Request, error: Exception) -> Response:

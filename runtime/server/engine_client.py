@@ -36,8 +36,10 @@ from aotc.runtime.server.messages import (
 
 log = logging.getLogger("aotc.server")
 
-SILENCE = 15.0  # seconds without a word: the engine hangs
-SILENCE_PER_TOKEN = 0.1  # and as many more for each token of the step that it announced
+BEAT = 5.0  # seconds within which a working engine says something
+MISSED = 3  # beats in a row that are missed: the engine hangs
+BEAT_PER_TOKEN = 0.1  # seconds more for each token of the step that it announced
+LOAD_SECONDS = 1800.0
 BACKOFF = (0.1, 0.5, 2.0, 10.0)
 MAX_DEATHS = 2  # engines that a request may see die before its first token: it may be what kills them
 GRACE = 1.0  # seconds in which an engine whose connection was closed ends by itself
@@ -61,21 +63,25 @@ class _Pending:
 class EngineClient:
     """One engine process at a time. `command` is its command line before the descriptor; tests replace it.
 
-    `ready` is set while an engine takes requests. `failed` is why there will never be one again, or None.
+    `ready` is set while an engine takes requests. `failed` is why there will never be one again, or None. An engine that
+    is not ready within `load_timeout` seconds (0: no limit) is ended and started again.
     """
 
     def __init__(
         self, artifact: str, max_num_seqs: int, command: list[str] | None = None, device: str = "auto",
-        kv_layout: str | None = None, kv_cache_memory: str | None = None,
+        kv_layout: str | None = None, kv_cache_memory: str | None = None, load_timeout: float = LOAD_SECONDS,
     ) -> None:  # fmt: skip
         self._command = command or [sys.executable, "-m", "aotc.runtime.server.engine_process"]
-        self._arguments = [artifact, str(max_num_seqs), device, kv_layout or "", kv_cache_memory or ""]
+        kind, _, self._gpu = device.partition(":")
+        self._arguments = [artifact, str(max_num_seqs), kind, kv_layout or "", kv_cache_memory or ""]
         self._pending: dict[str, _Pending] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._silent_from = time.monotonic()  # the watchdog counts from here
+        self._load_timeout, self._beat = load_timeout, BEAT
+        self._silence = 0.0  # seconds that the watchdog has waited for a word
+        self._patience = 0.0  # and those that the engine asked for
         self._short_lives = 0  # engines in a row that gave no token
-        self._was_ready = False
+        self.was_ready = False
         self.ready = asyncio.Event()
         self.memory: dict[str, int] = {}
         self.load = Load(0, 0, 0.0)
@@ -114,6 +120,8 @@ class EngineClient:
         with ours, theirs:
             descriptor = theirs.fileno()
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+            if self._gpu:
+                environment["CUDA_VISIBLE_DEVICES"] = _gpu(int(self._gpu), environment.get("CUDA_VISIBLE_DEVICES"))
             command = [*self._command, str(descriptor), *self._arguments]
             self._process = subprocess.Popen(command, pass_fds=[descriptor], env=environment)
             theirs.close()
@@ -132,6 +140,7 @@ class EngineClient:
         for pending in self._pending.values():
             if not pending.over:
                 writer.write(pack(pending.submit))
+        self._silence = self._patience = 0.0
         watchdog = asyncio.create_task(self._watch())
         try:
             while True:
@@ -148,7 +157,7 @@ class EngineClient:
             watchdog.cancel()
 
     def _take(self, message: Message) -> None:
-        self._silent_from = time.monotonic()
+        self._silence = self._patience = 0.0
         if isinstance(message, Outputs):
             self.load, self._short_lives = message.load, 0
             for token in message.tokens:
@@ -158,16 +167,16 @@ class EngineClient:
                     pending.queue.put_nowait(token)
         elif isinstance(message, Alive):
             self.load = message.load
-            self._silent_from += SILENCE_PER_TOKEN * message.tokens
+            self._patience = BEAT_PER_TOKEN * message.tokens
         elif isinstance(message, Refused):
             pending = self._pending.get(message.request_id)
             if pending is not None:
                 pending.queue.put_nowait(RequestError(message.message))
         elif isinstance(message, Ready):
-            self.memory, self._was_ready = message.memory, True
+            self.memory, self.was_ready = message.memory, True
             self.ready.set()
         elif isinstance(message, Unusable):
-            if message.may_pass and self._was_ready:
+            if message.may_pass and self.was_ready:
                 log.error("the engine does not start: %s", message.message)
             else:
                 self.failed = message.message
@@ -175,12 +184,27 @@ class EngineClient:
             log.warning("an unexpected message from the engine: %s", type(message).__name__)
 
     async def _watch(self) -> None:
-        """Ends a silent engine. Loading has no limit: it takes as long as the disk does."""
+        """Ends an engine that does not load in time, and one that hangs: that missed some beats in a row.
+
+        What it waits for is counted in its own turns, not read off a clock: when this process was stopped or busy, the
+        engine's words may lie unread, and are read before the next turn.
+        """
+        warned = 0
         while True:
-            await asyncio.sleep(min(1.0, SILENCE / 4))
-            if self.ready.is_set() and time.monotonic() - self._silent_from > SILENCE:
-                log.error("the engine said nothing for %.0f s: ending it", SILENCE)
+            turn = min(1.0, self._beat / 4)
+            await asyncio.sleep(turn)
+            self._silence += turn
+            missed = int(max(0.0, self._silence - self._patience) / self._beat)
+            if not self.ready.is_set():
+                if 0 < self._load_timeout <= self._silence:
+                    log.error("the engine did not load within %.0f s (--load-timeout): ending it", self._load_timeout)
+                    self._kill()
+            elif missed >= MISSED:
+                log.error("the engine said nothing for %.0f s: ending it", self._silence)
                 self._kill()
+            elif missed > warned:
+                log.warning("the engine said nothing for %.0f s", self._silence)
+            warned = missed
 
     async def _stopped(self, process: subprocess.Popen[bytes]) -> None:
         """Waits for the end of a process whose connection is closed; kills it when it does not come."""
@@ -245,3 +269,11 @@ class EngineClient:
     def _send(self, message: Message) -> None:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(pack(message))
+
+
+def _gpu(number: int, visible: str | None) -> str:
+    """What makes the GPU of that number, counted among the visible ones, the engine's only one."""
+    names = visible.split(",") if visible else None
+    if names is None:
+        return str(number)
+    return names[number].strip() if number < len(names) else "none"  # the driver then finds no device and says so

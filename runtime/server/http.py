@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from types import FrameType
 
@@ -14,7 +15,8 @@ MAX_HEAD = 64 << 10  # bytes of a request's line and headers
 
 
 class HttpServer(uvicorn.Server):
-    """Runs a server's application. SIGTERM and SIGINT let answers in flight finish, for `shutdown_timeout` seconds."""
+    """Runs a server's application. SIGTERM and SIGINT let answers in flight finish, for `shutdown_timeout` seconds; the
+    second one ends the process at once."""
 
     def __init__(self, server: Server, *, log_level: str, access_log: bool, shutdown_timeout: int) -> None:
         self._server = server
@@ -24,7 +26,14 @@ class HttpServer(uvicorn.Server):
         )  # fmt: skip
         super().__init__(config)
 
+    def give_up(self) -> None:
+        """Ends the server as SIGTERM does."""
+        self.should_exit = self._server.draining = True
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)  # the kernel ends the engines with their server
         self._server.draining = True  # readiness fails at once
         super().handle_exit(sig, frame)
 

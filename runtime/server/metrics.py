@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -14,30 +15,46 @@ _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0
 
 
 class Metrics:
-    """One server's metrics in a registry of their own, under `prefix:`."""
+    """One server's metrics in a registry of their own, under `prefix:`; each is labelled with the model's name."""
 
-    def __init__(self, prefix: str, model: str) -> None:
+    def __init__(self, prefix: str) -> None:
         self.registry = CollectorRegistry()
+        self._prefix = prefix
+        self._families: dict[str, Any] = {}
 
+    def family(self, kind: Callable[..., Any], name: str, text: str, *labels: str, **options: Any) -> Any:
+        """The metric of that name, made on first use: models share it."""
+        if name not in self._families:
+            made = kind(f"{self._prefix}:{name}", text, ["model_name", *labels], registry=self.registry, **options)
+            self._families[name] = made
+        return self._families[name]
+
+    def render(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class ModelMetrics:
+    """The metrics of one model."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
         def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"{prefix}:{name}", text, ["model_name"], registry=self.registry).labels(model)
+            return metrics.family(Gauge, name, text).labels(model)
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            made = Histogram(f"{prefix}:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
-            return made.labels(model)
+            return metrics.family(Histogram, name, text, buckets=buckets).labels(model)
 
         def counter(name: str, text: str) -> Counter:
-            return Counter(f"{prefix}:{name}", text, ["model_name"], registry=self.registry).labels(model)
+            return metrics.family(Counter, name, text).labels(model)
 
         self._running = gauge("num_requests_running", "Requests in the engine's batch.")
         self._waiting = gauge("num_requests_waiting", "Requests waiting for a slot.")
         self._cache_usage = gauge("kv_cache_usage_perc", "Share of cache slots in use, 1 is all.")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of finished requests.")
+        self._breaker = gauge("circuit_breaker_state", "0 closed, 1 half-open, 2 open: requests are refused.")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that gave a token.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
         self.engine_restarts = counter("engine_restarts", "Engine processes started again.")
-        self._success = Counter(
-            f"{prefix}:request_success", "Finished requests.", ["model_name", "finished_reason"], registry=self.registry
-        )
+        self._success = metrics.family(Counter, "request_success", "Finished requests.", "finished_reason")
         self._model = model
         self.first_token = histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
         self.inter_token = histogram("inter_token_latency_seconds", "Between tokens.", _TOKEN_SECONDS)
@@ -52,9 +69,9 @@ class Metrics:
         self._lengths.observe(tokens)
         self._end_to_end.observe(seconds)
 
-    def render(self, load: Load, unfinished: int) -> bytes:
-        """Prometheus' text format. Of `unfinished` requests those that the engine does not run are waiting."""
+    def update(self, load: Load, unfinished: int, breaker: int) -> None:
+        """Sets the gauges. Of `unfinished` requests those that the engine does not run are waiting."""
         self._running.set(load.running)
         self._waiting.set(max(0, unfinished - load.running))
         self._cache_usage.set(load.cache_usage)
-        return generate_latest(self.registry)
+        self._breaker.set(breaker)

@@ -100,20 +100,24 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
     prompt: str
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
     tokens: list[int]
 
 
 class BadRequest(RequestError):
     """A request that is refused with its own status; `param` names the field."""
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, status: int = 400, param: str | None = None, code: str | None = None, retry_after: int = 1
+    ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
 
 
 def decode(body: bytes, kind: type) -> Any:

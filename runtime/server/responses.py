@@ -32,13 +32,15 @@ def status_of(error: AotcError) -> int:
     return getattr(error, "status", 400 if isinstance(error, RequestError) else 500)
 
 
-def error_response(message: str, status: int, param: str | None = None, code: str | None = None) -> Response:
+def error_response(
+    message: str, status: int, param: str | None = None, code: str | None = None, retry_after: int = 1
+) -> Response:
     """A response that holds OpenAI's error object, with the headers that go with its status."""
     response = json_response(error_body(message, status, param, code), status)
     if status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     if status in (429, 503):
-        response.headers["Retry-After"] = "1"
+        response.headers["Retry-After"] = str(retry_after)
     return response
 
 

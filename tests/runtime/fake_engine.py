@@ -6,8 +6,8 @@ error of the device, `die:N` ends the process the first time and `kill:N` every 
 second and a half for the first token, `stuck` the first time never returns.
 
 Files in FOLDER, looked at on start: `refuse` and `unplugged` hold the message with which it refuses for the artifact's
-sake or for the device's, `crash` ends it without one, `babble` holds bytes that it sends when it is ready, once. What
-happens is written to FOLDER/log, a JSON line each.
+sake or for the device's, `crash` ends it without one, `load` makes it load for ever, once, `babble` holds bytes that it
+sends when it is ready, once. What happens is written to FOLDER/log, a JSON line each.
 """
 
 from __future__ import annotations
@@ -132,6 +132,9 @@ def main() -> None:
             os._exit(2)
     if (folder / "crash").exists():
         os._exit(1)
+    if (folder / "load").exists():
+        (folder / "load").unlink()
+        time.sleep(600)
     channel.send(Ready({"weights": 1}))
     if (folder / "babble").exists():
         garbage = (folder / "babble").read_bytes()

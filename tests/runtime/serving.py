@@ -14,7 +14,8 @@ from aotc.runtime.chat_template import ChatTemplate
 from aotc.runtime.server.app import Server, Settings
 from aotc.runtime.server.engine_client import EngineClient
 from aotc.runtime.server.http import HttpServer, listen
-from aotc.runtime.server.metrics import Metrics
+from aotc.runtime.server.metrics import Metrics, ModelMetrics
+from aotc.runtime.server.served import ServedModel
 from aotc.runtime.tokenizer import Tokenizer
 
 FAKE = Path(__file__).with_name("fake_engine.py")
@@ -23,15 +24,25 @@ TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 class Running:
-    """A server in a thread, its engine in a process."""
+    """A server in a thread, the engine of each model in a process. The first model's parts are at hand."""
 
-    def __init__(self, folder, tokenizer, api_key=None, queue=64, seqs=4, template=TEMPLATE, shutdown=5, config=None):
+    def __init__(
+        self, folder, tokenizer, api_key=None, queue=64, seqs=4, template=TEMPLATE, shutdown=5, config=None,
+        names=("fake",), breaker=None, load_timeout=60.0,
+    ):  # fmt: skip
         self.folder = folder
-        self.metrics = Metrics("aotc", "fake")
-        self.engine = EngineClient(str(folder), seqs, [sys.executable, str(FAKE)])
-        settings = Settings("fake", MAX_LEN, VOCAB, api_key, queue, config or {})
-        chat = ChatTemplate(template) if template else None
-        self.server = Server(settings, self.engine, tokenizer, chat, self.metrics)
+        self.metrics = Metrics("aotc")
+        models = []
+        for name in names:
+            home = folder if name == names[0] else folder / name
+            home.mkdir(parents=True, exist_ok=True)
+            engine = EngineClient(str(home), seqs, [sys.executable, str(FAKE)], load_timeout=load_timeout)
+            chat, counts = ChatTemplate(template) if template else None, ModelMetrics(self.metrics, name)
+            models.append(ServedModel(name, MAX_LEN, VOCAB, engine, tokenizer, chat, counts, config or {}))
+            if breaker is not None:
+                models[-1].breaker = breaker
+        self.model, self.engine = models[0], models[0].engine
+        self.server = Server(Settings(api_key, queue), models, self.metrics)
         self.http = HttpServer(self.server, log_level="critical", access_log=False, shutdown_timeout=shutdown)
         self.socket = listen("127.0.0.1", 0)
         self.address = self.socket.getsockname()
@@ -53,6 +64,10 @@ class Running:
     def wait_ready(self):
         wait(lambda: self.client.get("/health").status_code == 200)
         return self
+
+    def http_loop(self):
+        """The server's event loop."""
+        return self.http.servers[0].get_loop()
 
     def log(self, event=None):
         return log_of(self.folder, event)

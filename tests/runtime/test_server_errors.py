@@ -277,7 +277,7 @@ def test_bugs_show_no_traces(server, monkeypatch, caplog):
     def broken(*_):
         raise ZeroDivisionError("/secret/path")
 
-    monkeypatch.setattr(server.server.tokenizer, "encode", broken)
+    monkeypatch.setattr(server.model.tokenizer, "encode", broken)
     response = server.complete("abc")
     assert response.status_code == 500 and "secret" not in response.text
     assert response.json()["error"] == {

@@ -122,7 +122,7 @@ def test_a_slow_reader_that_leaves(fresh):
 
 def test_a_long_text_holds_up_nobody(server, monkeypatch):
     """Tokenizing and templates run beside the streams of others."""
-    tokenizer, template, release = server.server.tokenizer, server.server.template, threading.Event()
+    tokenizer, template, release = server.model.tokenizer, server.model.template, threading.Event()
     encode, render = tokenizer.encode, template.render
     begun = []
 
@@ -306,7 +306,7 @@ def test_a_device_that_was_never_there(fresh, tmp_path):
 
 
 def test_a_hung_engine_is_ended_and_replaced(fresh, monkeypatch):
-    monkeypatch.setattr(engine_client, "SILENCE", 0.8)
+    monkeypatch.setattr(engine_client, "BEAT", 0.25)
     monkeypatch.setattr(engine_client, "BACKOFF", (0.01,))
     running = fresh().wait_ready()
     (hung,) = running.pids()
@@ -316,8 +316,39 @@ def test_a_hung_engine_is_ended_and_replaced(fresh, monkeypatch):
     assert len(running.log("start")) == 2  # one that has nothing to do is not silent
 
 
+def test_an_engine_that_loads_for_ever_is_ended_and_replaced(fresh, tmp_path, monkeypatch):
+    monkeypatch.setattr(engine_client, "BEAT", 0.2)
+    monkeypatch.setattr(engine_client, "BACKOFF", (0.01,))
+    (tmp_path / "load").touch()
+    running = fresh(load_timeout=3)
+    assert running.complete("early", max_tokens=5).json()["choices"][0]["text"] == "early"
+    assert not alive(running.pids()[0]) and len(running.log("start")) == 2
+
+
+def test_a_server_that_was_held_up_does_not_blame_the_engine(fresh, monkeypatch):
+    """The engine spoke all the time; only nobody listened."""
+    monkeypatch.setattr(engine_client, "BEAT", 0.2)
+    running = fresh().wait_ready()
+    running.http_loop().call_soon_threadsafe(time.sleep, 1.2)
+    assert running.complete("abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
+    time.sleep(0.3)
+    assert len(running.log("start")) == 1
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(fresh, monkeypatch):
+    running = fresh().wait_ready()
+    asked = later(running.complete, "slow", max_tokens=30)
+    wait(lambda: running.engine.load.running == 1)
+    real = time.time
+    for jump in (-(10**9), 10**9):
+        monkeypatch.setattr(time, "time", lambda jump=jump: real() + jump)
+        assert running.complete("abc", max_tokens=3).status_code == 200
+    assert asked().json()["choices"][0]["text"] == ("slow" * 8)[:30]
+    assert len(running.log("start")) == 1
+
+
 def test_a_long_step_that_was_announced_is_waited_for(fresh, monkeypatch):
-    monkeypatch.setattr(engine_client, "SILENCE", 0.8)
+    monkeypatch.setattr(engine_client, "BEAT", 0.25)
     running = fresh().wait_ready()
     prompt = "nap" + "." * 50
     assert running.complete(prompt, max_tokens=4).json()["choices"][0]["text"] == "nap."
@@ -407,6 +438,26 @@ def test_sigterm_lets_streams_finish(process):
     assert not alive(engine)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address)
+
+
+def test_a_second_signal_ends_the_server_at_once(process):
+    server, address, engine = process
+    with socket.create_connection(address) as stream:
+        stream.sendall(post(COMPLETIONS, {"prompt": "stuck", "stream": True}))
+        read(stream, b"HTTP/1.1 200")
+        server.send_signal(signal.SIGTERM)
+        wait(lambda: refused(address))
+        server.send_signal(signal.SIGINT)
+        assert server.wait(10) == -signal.SIGINT
+    wait(lambda: not alive(engine))
+
+
+def refused(address):
+    try:
+        socket.create_connection(address).close()
+        return False
+    except ConnectionRefusedError:
+        return True
 
 
 def test_no_new_work_while_the_server_drains(fresh):

@@ -5,11 +5,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import post, wait
 
 from aotc.runtime.server.messages import Load
-from aotc.runtime.server.metrics import Metrics
+from aotc.runtime.server.metrics import Metrics, ModelMetrics
 
 NAMES = {
     "num_requests_running": "gauge", "num_requests_waiting": "gauge", "kv_cache_usage_perc": "gauge",
     "prompt_tokens": "counter", "generation_tokens": "counter", "request_success": "counter",
+    "circuit_breaker_state": "gauge",
     "engine_restarts": "counter", "time_to_first_token_seconds": "histogram", "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram", "request_prompt_tokens": "histogram",
     "request_generation_tokens": "histogram",
@@ -35,9 +36,11 @@ def counted(server):
 
 
 def test_names_and_types():
-    metrics = Metrics("vllm", "some/model")
-    metrics.finished("stop", 3, 4, 0.5)
-    text = metrics.render(Load(1, 0, 0.25), 3).decode()
+    metrics = Metrics("vllm")
+    model = ModelMetrics(metrics, "some/model")
+    model.finished("stop", 3, 4, 0.5)
+    model.update(Load(1, 0, 0.25), 3, 0)
+    text = metrics.render().decode()
     families = {f.name: f for f in text_string_to_metric_families(text)}
     assert {n.removeprefix("vllm:"): f.type for n, f in families.items() if not n.endswith("_created")} == NAMES
     for family in families.values():
