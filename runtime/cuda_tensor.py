@@ -1,12 +1,17 @@
-"""A tensor model's program on an NVIDIA GPU: inputs up, graphs, outputs down."""
+"""A tensor model's program on an NVIDIA GPU: inputs up, graphs, outputs down; or graphs on the caller's own memory."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from aotc.artifact.manifest import TargetEntry
 from aotc.artifact.reader import Artifact
 from aotc.errors import DeviceError
+from aotc.runtime import dlpack
+from aotc.runtime.binding import Launch
 from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
 from aotc.runtime.devices.cuda_weights import CudaWeights
@@ -17,10 +22,17 @@ _SMALL = 64 << 10  # bytes of a block that goes up in one copy, gaps and all: a 
 
 class CudaTensorProgram:
     """All memory is taken here, for inputs and outputs at the upper bounds of their dims; a call takes none. The device
-    is closed with it. Raises DeviceError, before anything is copied, where the GPU has too little memory."""
+    is closed with it. Raises DeviceError, before anything is copied, where the GPU has too little memory.
+
+    The arena is one, so runs follow each other: those of the own stream are waited for, and behind one that was left
+    running in a caller's stream, an event stands that the next run waits for.
+    """
+
+    devices, alignment = (dlpack.CUDA, dlpack.CUDA_MANAGED), 16  # as kernels were told
 
     def __init__(self, artifact: Artifact, device: CudaDevice) -> None:
         self.device = device
+        self._pending: Any = None  # (stream, event) of a run that nobody waited for
         try:
             device.enter()
             self._load(artifact, device.target_of(artifact))
@@ -31,58 +43,123 @@ class CudaTensorProgram:
     def _load(self, artifact: Artifact, target: TargetEntry) -> None:
         device, (entry,) = self.device, target.programs
         self.plan = plan = artifact.plan(entry.plan)
-        self._dims_order = target.dims
-        self._begins, up = tensor_places(plan, "input", dims_bytes(target))
-        self._ends, down = tensor_places(plan, "output", 0)
+        self._order = [[d.name for d in plan.dims].index(name) for name in target.dims]
+        self._dims_bytes = dims_bytes(target)
+        begins, up = tensor_places(plan, "input", self._dims_bytes)
+        ends, down = tensor_places(plan, "output", 0)
+        self._begins, self._ends = [begins[t.name] for t in plan.inputs], [ends[t.name] for t in plan.outputs]
         self.memory = tensor_memory(artifact.manifest, target, plan)
         device.require(self.memory.total, artifact, "give dims a smaller upper bound with --dim")
-        weights = CudaWeights(artifact, target, device)
+        self._weights = CudaWeights(artifact, target, device)
         self._inputs, self._outputs = device.allocate(up), device.allocate(down)
         self._host_inputs, self._host_outputs = device.pinned(up), device.pinned(down)
-        bases = {
-            "arena": device.allocate(target.arena_bytes), "counters": device.allocate(target.counter_bytes), "state": 0, "kv": 0,
-            "dims": self._inputs,
-        }  # fmt: skip
-        bases |= {name: self._inputs + at for name, at in self._begins.items()}
-        bases |= {name: self._outputs + at for name, at in self._ends.items()}
-        self._program = CudaProgram(plan, device, CudaKernels(device, artifact), bases, weights.address)
-        weights.upload()
+        arena, counters = device.allocate(target.arena_bytes), device.allocate(target.counter_bytes)
+        self._bases = {"arena": arena, "counters": counters, "state": 0, "kv": 0, "dims": self._inputs}
+        self._bases |= {name: self._inputs + at for name, at in begins.items()}
+        self._bases |= {name: self._outputs + at for name, at in ends.items()}
+        self._kernels = CudaKernels(device, artifact)
+        self._program = self._make(device, {})
+        self._weights.upload()
         device.synchronize()
 
-    def run(self, given: dict[str, np.ndarray], dims: dict[str, int], results: dict[str, np.ndarray]) -> None:
+    def _make(self, device: CudaDevice, places: Mapping[str, int]) -> CudaProgram:
+        """The program, with some spaces elsewhere."""
+        return CudaProgram(self.plan, device, self._kernels, {**self._bases, **places}, self._weights.address)
+
+    def run(self, given: list[np.ndarray], dims: tuple[int, ...], results: list[np.ndarray]) -> None:
         """Fills `results`. Raises DeviceLostError where the GPU fails; nothing runs afterwards."""
-        device = self.device
-        device.enter()
-        device.steps += 1
-        used = 4 * len(self._dims_order)
-        self._host_inputs[:used].view(np.int32)[:] = [dims[name] for name in self._dims_order]
+        used = 4 * len(self._order)
+        self._host_inputs[:used].view(np.int32)[:] = [dims[n] for n in self._order]
         parts = [self._host_inputs[: max(used, 4)]]
-        for name, array in given.items():
-            part = self._host_inputs[self._begins[name] : self._begins[name] + array.nbytes]
+        for at, array in zip(self._begins, given, strict=True):
+            part = self._host_inputs[at : at + array.nbytes]
             part[:] = array.reshape(-1).view(np.uint8)
             parts.append(part)
         if self._host_inputs.nbytes <= _SMALL:
             parts = [self._host_inputs]
+        self._guarded(lambda: self._exchange(parts, results))
+        for at, array in zip(self._ends, results, strict=True):
+            array.reshape(-1).view(np.uint8)[:] = self._host_outputs[at : at + array.nbytes]
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Does it as a step of the device, after which nothing runs any more where it fails."""
+        device = self.device
+        device.enter()
+        device.steps += 1
         try:
-            self._exchange(parts, results)
+            work()
         except DeviceError as error:
             raise device.fail(self.plan.program, error) from None
-        for name, array in results.items():
-            array.reshape(-1).view(np.uint8)[:] = self._host_outputs[self._ends[name] : self._ends[name] + array.nbytes]
 
-    def _exchange(self, parts: list[np.ndarray], results: dict[str, np.ndarray]) -> None:
+    def _exchange(self, parts: list[np.ndarray], results: list[np.ndarray]) -> None:
         device = self.device
+        self._follow(device.stream)
         first = self._host_inputs.ctypes.data
         for part in parts:
             if part.nbytes:
                 device.upload(self._inputs + part.ctypes.data - first, part)
         self._program.launch()
-        for name, array in results.items():
-            at = self._ends[name]
+        for at, array in zip(self._ends, results, strict=True):
             if array.nbytes:
                 device.download(self._host_outputs[at : at + array.nbytes], self._outputs + at)
         device.synchronize()
 
+    def _follow(self, stream: Any) -> None:
+        """What goes into the stream from now on runs after what was left running in another."""
+        if self._pending is not None and self._pending[0] is not stream:
+            self.device.call("cuStreamWaitEvent", stream, self._pending[1], 0)
+            self._pending = None
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self.device.call("cuEventSynchronize", self._pending[1])
+            self._pending = None
+
+    def stream_for(self, stream: int | None) -> int | None:
+        """The address of the stream in which a binding runs."""
+        return int(self.device.stream) if stream is None else stream
+
+    def bind(self, addresses: list[int], dims: tuple[int, ...], stream: int | None) -> Launch:
+        """Graphs on memory of the caller. Dims have a place of their own, written here."""
+        self.device.enter()
+        scope = self.device.scope(stream)
+        try:
+            names = [t.name for t in (*self.plan.inputs, *self.plan.outputs)]
+            places = dict(zip(names, addresses, strict=True)) | {"dims": self._place_dims(scope, dims)}
+            program = self._make(scope, places)
+            event = None if stream is None else scope.hold("cuEventDestroy", scope.call("cuEventCreate", 2))
+            self.device.synchronize()
+        except BaseException:
+            scope.release()
+            raise
+        return Launch(lambda: self._guarded(lambda: self._start(scope, program, event)), lambda: self._release(scope), program)
+
+    def _place_dims(self, scope: CudaDevice, dims: tuple[int, ...]) -> int:
+        if not dims:
+            return self._inputs
+        block = scope.pinned(self._dims_bytes)
+        block[: 4 * len(self._order)].view(np.int32)[:] = [dims[n] for n in self._order]
+        address = scope.allocate(self._dims_bytes, zero=False)
+        self.device.upload(address, block)
+        return address
+
+    def _start(self, scope: CudaDevice, program: CudaProgram, event: Any) -> None:
+        self._follow(scope.stream)
+        program.launch()
+        if event is None:
+            scope.synchronize()
+        else:
+            scope.call("cuEventRecord", event, scope.stream)
+            self._pending = (scope.stream, event)
+
+    def _release(self, scope: CudaDevice) -> None:
+        self.device.enter()
+        self._wait()
+        scope.release()
+
     def close(self) -> None:
+        if self._pending is not None and self.device.failure is None:
+            self.device.enter()
+            self._wait()
         self._host_inputs = self._host_outputs = np.zeros(0, np.uint8)
         self.device.close()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,15 @@ _STEP = np.dtype([("op", "i4"), ("target", "i4"), ("first", "i4"), ("count", "i4
 
 _pool: int | None = None
 _pool_lock = threading.Lock()
+
+
+def _forget_pool() -> None:
+    """A forked process has none of the pool's threads: models that are loaded there make a pool of their own."""
+    global _pool, _pool_lock
+    _pool, _pool_lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_pool)
 
 
 def thread_count() -> int:
@@ -98,7 +108,14 @@ class CpuProgram:
         self._dims = np.zeros(len(plan.dims), np.int64)
         self.space_index = {(s.kind, s.name): i for i, s in enumerate(plan.spaces)}
         arrays = (self._steps, self._specs, self._resolved, self._kernels, self._bases, self._dims, library.scratch)
-        self._pointers = [ctypes.c_void_p(a.ctypes.data) for a in arrays]
+        steps_, specs_, *rest = (ctypes.c_void_p(a.ctypes.data) for a in arrays)
+        arguments = (
+            ctypes.c_void_p(library.pool), steps_, ctypes.c_int64(len(self._steps)), specs_,
+            ctypes.c_int64(len(self._specs)), *rest, ctypes.c_int64(library.scratch_bytes),
+        )  # fmt: skip
+        self._timed = functools.partial(library.run, *arguments)
+        self.call: Callable[[], None] = functools.partial(self._timed, ctypes.c_void_p(None))
+        """One run at the addresses and dims that are set: converts no argument and makes no object."""
 
     def bind(self, kind: str, name: str, address: int) -> None:
         """Sets the base address of a space; unknown names are refused with KeyError."""
@@ -106,24 +123,24 @@ class CpuProgram:
 
     def run(self, dims: Mapping[str, int]) -> None:
         """Runs the plan at these dims, on memory bound before."""
-        for i, d in enumerate(self.plan.dims):
-            self._dims[i] = dims[d.name]
-        self._run(None)
+        self.set_dims([dims[d.name] for d in self.plan.dims])
+        self.call()
 
-    def _run(self, times: ctypes.c_void_p | None) -> None:
-        steps, specs, resolved, kernels, bases, sizes, scratch = self._pointers
-        library = self._library
-        library.run(
-            library.pool, steps, len(self._steps), specs, len(self._specs), resolved, kernels, bases, sizes, scratch,
-            library.scratch_bytes, times,
-        )  # fmt: skip
+    def set_dims(self, values: Sequence[int]) -> None:
+        """The dims of later calls, in the plan's order."""
+        for n, value in enumerate(values):  # no array is made for them
+            self._dims[n] = value
+
+    def set_base(self, space: int, address: int) -> None:
+        """Sets the base address of the space of that number."""
+        self._bases[space] = address
 
     def kernel_times(self, repeat: int = 20) -> list[tuple[str, float]]:
         """(kernel, milliseconds) of each call in order, at the dims of the last run. A barrier's wait stands apart
         under the name "barrier"."""
         nanoseconds = np.zeros(len(self._steps), np.int64)
         for _ in range(repeat):
-            self._run(ctypes.c_void_p(nanoseconds.ctypes.data))
+            self._timed(ctypes.c_void_p(nanoseconds.ctypes.data))
         names = [k.symbol for k in self.plan.kernels]
         return [
             (names[s["target"]] if s["op"] == _CALL else "barrier", int(t) / repeat / 1e6)

@@ -6,6 +6,7 @@ where it is used: a context is made while it is still being imported.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import importlib
 import logging
@@ -17,6 +18,8 @@ from aotc import knobs
 from aotc.errors import ArtifactError, DeviceError, DeviceLostError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy as np
 
     from aotc.artifact.manifest import TargetEntry
@@ -74,12 +77,13 @@ class CudaDevice:
             )
         )  # fmt: skip
         self.synchronous = knobs.sync()
+        self._whole: CudaDevice | None = None  # what a scope is a part of, and keeps alive
         self.failure: str | None = None  # why nothing runs on it any more
         self.steps = 0
         self.opened_in = 0.0  # seconds, where somebody measured them
         self._threads = threading.local()
         self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
-        self._held: list[tuple[str, Any]] = []
+        self._held: Any = []  # (the function that gives back, what) in the order in which they were made
         self._finalizer = weakref.finalize(self, _give_back, driver, self.device, self.context, self._held)
         self._finalizer.atexit = False  # the driver itself frees what a process leaves behind, and faster
         self.enter()
@@ -104,6 +108,21 @@ class CudaDevice:
         """Notes the driver's function that gives `thing` back when the device is closed. Returns the thing."""
         self._held.append((release, thing))
         return thing
+
+    def scope(self, stream: Any = None) -> CudaDevice:
+        """This device, as seen by what is given back before it: `release` of the scope returns all that was made
+        through it. `stream` takes the place of the device's own, which is then the caller's to keep."""
+        scope = copy.copy(self)
+        scope._held, scope._whole = _Scope(self._held), self
+        if stream is not None:
+            scope.stream = stream
+        return scope
+
+    def release(self) -> None:
+        """Gives back what was made through this scope, newest first. Nothing of it must be in use any more."""
+        self.call("cuCtxSetCurrent", self.context)
+        for release, thing in self._held.take():
+            self.call(release, thing)
 
     def close(self) -> None:
         """Gives everything back: memory of both sides, graphs, modules, the stream, the context. Arrays of `pinned`
@@ -195,6 +214,25 @@ class CudaDevice:
     def download(self, data: np.ndarray, address: int) -> None:
         """Copies device memory into contiguous host memory, in stream order."""
         self.call("cuMemcpyDtoHAsync", data.ctypes.data, address, data.nbytes, self.stream)
+
+
+class _Scope:
+    """What a scope made; the device knows of it too, and returns it where the scope did not."""
+
+    def __init__(self, all_held: list[tuple[str, Any]]) -> None:
+        self._all, self._own = all_held, []
+
+    def append(self, entry: tuple[str, Any]) -> None:
+        self._all.append(entry)
+        self._own.append(entry)
+
+    def take(self) -> Iterator[tuple[str, Any]]:
+        while self._own:
+            entry = self._own.pop()
+            for at in reversed(range(len(self._all))):
+                if self._all[at] is entry:
+                    del self._all[at]
+            yield entry
 
 
 def _give_back(driver: Any, device: Any, context: Any, held: list[tuple[str, Any]]) -> None:
