@@ -45,3 +45,7 @@ class DeviceLostError(DeviceError):
 
 class CompilerError(AotcError):
     """A kernel failed to build, or no compiler was found."""
+
+
+class DeadlineExceeded(AotcError):
+    """A request was dropped, not computed: its deadline passed while others ran."""

@@ -42,7 +42,7 @@ class Signature:
         """The inputs in order, contiguous, and what they say. Raises RequestError naming the input that does not fit."""
         if arrays.keys() != self._set:
             self._refuse_names(arrays)
-        given, key = [], []
+        given = []
         for name in self.names:
             array = arrays[name]
             if type(array) is not np.ndarray:
@@ -51,9 +51,13 @@ class Signature:
             if not (flags.c_contiguous and flags.aligned):
                 array = np.require(array, requirements=("C", "A"))
             given.append(array)
-            key += (array.shape, array.dtype)
-        shapes = self._known.get(tuple(key))
-        return given, shapes if shapes is not None else self._learn(tuple(key), given)
+        return given, self.of(given)
+
+    def of(self, given: list[np.ndarray]) -> Shapes:
+        """What inputs in order say. Raises RequestError naming the one that does not fit."""
+        key = tuple([(a.shape, a.dtype) for a in given])
+        shapes = self._known.get(key)
+        return shapes if shapes is not None else self._learn(key, given)
 
     def shapes(self, inputs: list[tuple[tuple[int, ...], str]]) -> Shapes:
         """What inputs of these shapes say; element types by a plan's names. Raises RequestError."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -9,13 +12,15 @@ import numpy as np
 from aotc.artifact.manifest import TargetEntry
 from aotc.artifact.plan import Plan, Tensor
 from aotc.artifact.reader import Artifact
+from aotc.errors import RequestError
 from aotc.runtime import dlpack
+from aotc.runtime.batch_worker import Batcher, in_loop
 from aotc.runtime.binding import Binding, Launch, bind
 from aotc.runtime.devices.cpu import CpuLibrary, CpuProgram, allocate
 from aotc.runtime.devices.opening import choose_device
 from aotc.runtime.gate import Gate
 from aotc.runtime.memory import Memory, weight_bytes
-from aotc.runtime.signature import Signature
+from aotc.runtime.signature import Shapes, Signature
 
 if TYPE_CHECKING:
     from aotc.runtime.devices.opening import Opening
@@ -91,10 +96,20 @@ class TensorModel:
     """A loaded model: call it with its inputs by name. Thread-safe; results are the caller's own arrays. A context
     manager that closes it.
 
-    Rank, bounds, element type and shape of every input are checked at each call.
+    Rank, bounds, element type and shape of every input are checked at each call. For `submit`,
+    `max_batch_size` rows run together at most (the upper bound of the batch's dim); a request waits `max_wait_ms` (5) for
+    others at most, which it does where more are expected in that time, and always while there are fewer rows than
+    `min_batch_size` (1).
     """
 
-    def __init__(self, artifact: Artifact, *, device: str = "auto", opening: Opening | None = None) -> None:
+    def __init__(
+        self, artifact: Artifact, *, device: str = "auto", opening: Opening | None = None,
+        max_batch_size: int | None = None, max_wait_ms: float = 5.0, min_batch_size: int = 1,
+    ) -> None:  # fmt: skip
+        _check_batching(max_batch_size, max_wait_ms, min_batch_size)
+        self._batching: dict[str, Any] = {
+            "max_batch_size": max_batch_size, "max_wait_ms": max_wait_ms, "min_batch_size": min_batch_size,
+        }  # fmt: skip
         self.artifact = artifact
         self._program: TensorProgram
         gpu = choose_device(artifact, device, opening)
@@ -108,6 +123,8 @@ class TensorModel:
         self.memory: Memory = self._program.memory
         """Exact bytes of what this model allocated."""
         self._gate, self._signature = Gate(), Signature(self.plan)
+        self._batcher: Batcher | None = None
+        self._making = threading.Lock()
 
     def __enter__(self) -> TensorModel:
         return self
@@ -116,7 +133,14 @@ class TensorModel:
         self.close()
 
     def close(self) -> None:
-        """Frees all memory, after calls that run now. Calls raise RequestError afterwards."""
+        """Frees all memory, after calls that run now. Calls raise RequestError afterwards, and so do requests that were
+        submitted and have not begun."""
+        if self._gate.reason is not None:
+            return
+        with self._making:
+            batcher = self._batcher
+        if batcher is not None:
+            batcher.close()
         with self._gate.lock:
             if self._gate.close():
                 self._program.close()
@@ -134,12 +158,17 @@ class TensorModel:
     def __call__(self, **arrays: Any) -> dict[str, np.ndarray]:
         """Outputs by name. Raises RequestError naming the input that does not fit."""
         given, shapes = self._signature.fit(arrays)
+        return dict(zip(self._signature.output_names, self._run(given, shapes), strict=True))
+
+    def _run(self, given: list[np.ndarray], shapes: Shapes | None = None) -> list[np.ndarray]:
+        """New arrays of the outputs. Inputs are in order, contiguous; their shapes need not be known."""
+        shapes = shapes or self._signature.of(given)
         results = [np.empty(shape, dtype) for shape, dtype in shapes.outputs]
         gate = self._gate
         with gate.lock:
             gate.check()
             self._program.run(given, shapes.dims, results)
-        return dict(zip(self._signature.output_names, results, strict=True))
+        return results
 
     def bind(self, *, stream: int | None = None, **arrays: Any) -> Binding:
         """A call on these arrays, of all inputs and outputs by name: each run reads and writes them where they lie, with
@@ -149,3 +178,42 @@ class TensorModel:
         ended when the call returns. Raises RequestError naming the array that does not fit.
         """
         return bind(self._program, self._signature, self._gate, arrays, stream)
+
+    def submit(self, *, deadline_ms: float | None = None, **arrays: Any) -> asyncio.Future[dict[str, np.ndarray]]:
+        """For an event loop: `await` it for what a call gives, computed together with requests of others. Rows of all
+        inputs are along their first axis. The arrays must not be changed before the answer; cancelling drops a request
+        that has not begun.
+
+        Raises RequestError where inputs do not fit, or the model has no batch or mixes its rows; the await raises
+        DeadlineExceeded where the run did not begin within `deadline_ms`.
+        """
+        return in_loop(self._submit(arrays, deadline_ms))
+
+    def submit_sync(self, *, deadline_ms: float | None = None, **arrays: Any) -> dict[str, np.ndarray]:
+        """The same for threads: waits for the answer."""
+        future = self._submit(arrays, deadline_ms)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # where the wait was interrupted
+
+    def _submit(self, arrays: dict[str, Any], deadline_ms: float | None) -> Future[dict[str, np.ndarray]]:
+        self._gate.check()
+        batcher = self._batcher or self._make_batcher()
+        given, _ = self._signature.fit(arrays)
+        return batcher.submit(given, deadline_ms)
+
+    def _make_batcher(self) -> Batcher:
+        with self._making:
+            if self._batcher is None:
+                self._batcher = Batcher(self.plan, self._run, **self._batching)
+            return self._batcher
+
+
+def _check_batching(max_batch_size: int | None, max_wait_ms: float, min_batch_size: int) -> None:
+    if max_batch_size is not None and max_batch_size < 1:
+        raise RequestError(f"max_batch_size is {max_batch_size}: give 1 or more")
+    if min_batch_size < 1:
+        raise RequestError(f"min_batch_size is {min_batch_size}: give 1 or more")
+    if not 0 <= max_wait_ms <= 5:
+        raise RequestError(f"max_wait_ms is {max_wait_ms}: give 0 to 5")
