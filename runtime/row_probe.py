@@ -17,8 +17,9 @@ def require_independent_rows(
     run: Callable[[list[np.ndarray]], list[np.ndarray]], shapes: list[tuple[int, ...]], dtypes: list[str],
     low: int, high: int,
 ) -> None:  # fmt: skip
-    """Runs random rows of these shapes and types (by a plan's names), in batches of `low` to `high` rows. Raises RequestError where
-    what a row gives depends on the others (bit for bit), on its place, or on how many there are (loosely).
+    """Runs random rows of these shapes and types (by a plan's names), in batches of `low` to `high` rows. Raises
+    RequestError where what a row gives depends on the others (bit for bit), on its place, or on how many there are
+    (loosely).
 
     A model that passes may still mix rows in cases that random numbers do not meet.
     """
