@@ -25,6 +25,7 @@ from aotc.passes import (
     KVLayout,
     canonicalize,
     cone,
+    defer_norms,
     fuse,
     layout_kv,
     lower,
@@ -138,10 +139,13 @@ def device_programs(
 def make_program(graph: Graph, templates: Templates = PACKED) -> Program:
     """A specialised graph as a planned program, fused for what a target's templates compute."""
 
+    def defer_norms_for_target(g: Graph) -> Graph:
+        return defer_norms(g, templates)
+
     def fuse_for_target(g: Graph) -> Graph:
         return fuse(g, templates)
 
-    program = lower(run_passes(graph, (canonicalize, fuse_for_target), graph.name))
+    program = lower(run_passes(graph, (canonicalize, defer_norms_for_target, fuse_for_target), graph.name))
     for function in PROGRAM_PASSES:
         program = function(program)
     return program

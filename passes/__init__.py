@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from aotc.passes.canonicalize import canonicalize
+from aotc.passes.defer_norms import defer_norms
 from aotc.passes.fuse import fuse
 from aotc.passes.layout_kv import KVLayout, layout_kv
 from aotc.passes.lower import lower
@@ -17,7 +18,7 @@ MODEL_PASSES = (canonicalize, raise_composites, canonicalize, merge_dots, canoni
 """Once a model: what holds for every target and every program."""
 
 PROGRAM_PASSES = (plan_memory, place_barriers)
-"""Program to program, after `canonicalize`, `fuse` (for the target's templates) and `lower` made one."""
+"""Program to program, after `canonicalize`, `defer_norms` and `fuse` (for the target's templates) and `lower` made one."""
 
 PACKINGS = {
     "cpu": {"f32": "n16k1", "f16": "n16k1", "bf16": "n16k2"},
@@ -26,6 +27,6 @@ PACKINGS = {
 """Layouts of matmul weights by device and element type."""
 
 __all__ = [
-    "MODEL_PASSES", "PACKINGS", "PROGRAM_PASSES", "KVLayout", "canonicalize", "cone", "fuse", "layout_kv", "lower",
+    "MODEL_PASSES", "PACKINGS", "PROGRAM_PASSES", "KVLayout", "canonicalize", "cone", "defer_norms", "fuse", "layout_kv", "lower",
     "merge_dots", "pack_weights", "place_barriers", "plan_memory", "raise_composites", "split_weights",
 ]  # fmt: skip

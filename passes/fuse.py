@@ -80,6 +80,8 @@ class _Fuser:
             group.members.update(following)
             group.root = following[-1]
         self._take_norm(group, dot)
+        self._take_scale(group)
+        self._take_squares(group)
         self.group.update((n, group) for n in group.members)
 
     def _take_norm(self, group: Group, dot: Node) -> None:
@@ -90,6 +92,33 @@ class _Fuser:
             return
         if norm.out not in self.external and self.users[norm.out] == [dot]:
             group.members.add(norm)
+
+    def _take_scale(self, group: Group) -> None:
+        """rms_scale of each row, by which the epilogue multiplies."""
+        for node in list(group.members):
+            for value in node.inputs:
+                view = self.producer.get(value)
+                scale = self.producer.get(view.inputs[0]) if view is not None and view.op == "broadcast_in_dim" else None
+                if scale is not None and scale.op == "rms_scale":
+                    group.members.add(scale)
+
+    def _take_squares(self, group: Group) -> None:
+        """What is made for a norm behind the next product: sums of squares, and the scaled copy that it multiplies."""
+        readers = self.users.get(group.root.out, [])
+        squares = next((n for n in readers if n.op == "sums_of_squares"), None)
+        if squares is None:
+            return
+        for reader in readers:
+            chain, last = [reader], reader
+            while len(self.users.get(last.out, [])) == 1 and _is_elementwise(self.users[last.out][0]):
+                last = self.users[last.out][0]
+                chain.append(last)
+            ends = self.users.get(last.out, [])
+            if reader.op == "multiply" and len(ends) == 1 and self.templates.linear(ends[0]):
+                weight = self.producer.get(next(v for v in reader.inputs if v is not group.root.out))
+                group.members.update([*chain, squares] + ([weight] if weight is not None and weight.op == "convert" else []))
+                group.also = (last, squares)
+                return
 
     def _join_append(self, attention: Node) -> None:
         """kv_append -> attention over one token a row: the kernel that attends writes keys and values as well."""
@@ -252,7 +281,8 @@ def build_fusion(group: Group, groups: dict[Node, Group], producer: dict[Value, 
             if inner in group.members or repeated:
                 include(inner)
 
-    include(group.root)
+    for node in (group.root, *group.also):
+        include(node)
     nodes = sorted(body, key=order.__getitem__)
     made = {v for n in nodes for v in n.outputs}
     inputs = tuple(dict.fromkeys(v for n in nodes for v in n.inputs if v not in made))

@@ -11,8 +11,10 @@ from aotc.ir.graph import Node
 @dataclass(frozen=True)
 class Templates:
     """`linear`: which linear layers `matmul` takes; others become loops. `norm_rows`: up to how many rows it normalises
-    its input itself. `attention_decode`: whether there is one."""
+    its input itself. `scaled_rows`: up to how many it scales its sums by the rms of rows of x, and adds up the squares
+    of what it makes, so that a norm between two of them needs no kernel. `attention_decode`: whether there is one."""
 
     linear: Callable[[Node], bool]
     norm_rows: int = 0
+    scaled_rows: int = 0
     attention_decode: bool = False

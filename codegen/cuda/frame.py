@@ -87,8 +87,8 @@ class Frame:
         return Frame(self.kernel, replace(setting, bounds=setting.widest)) if setting.widest else self
 
     def nest(self, body: Graph, wide: bool) -> BlockNest:
-        """A loop nest over a body whose outputs are those of the kernel."""
-        made = dict(zip(body.outputs, (self.pointers[v] for v in self.body.outputs), strict=True))
+        """A loop nest over a body whose outputs are the first of the kernel's."""
+        made = dict(zip(body.outputs, (self.pointers[v] for v in self.body.outputs), strict=False))
         sizes = {s for v in body.values() for s in v.type.shape}
         syntax = TritonSyntax(double=any(v.type.dtype.name == "f64" for v in self.body.values()))
         return BlockNest(body, syntax, self.pointers | made, {SYNTAX.size(s): self.upper(s) for s in sizes}, wide)

@@ -7,6 +7,7 @@ from typing import Any
 
 from aotc.codegen.cuda import schedule
 from aotc.codegen.cuda.frame import SYNTAX, Frame, Grid, Source, lead, only, waits
+from aotc.codegen.cuda.nest import power_of_two
 from aotc.codegen.loops import Index, add, to_primitives
 from aotc.ir.dtypes import f32
 from aotc.ir.graph import Graph, Node
@@ -24,6 +25,29 @@ def is_linear_for_tensor_cores(node: Node) -> bool:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """rms_scale of rows of x: pointer to sums of squares, `groups` of them a row, over `size` squares."""
+
+    sums: str
+    groups: int
+    size: int
+    eps: str
+
+    @property
+    def lanes(self) -> int:
+        return power_of_two(self.groups)
+
+
+@dataclass(frozen=True)
+class Squares:
+    """sums_of_squares of what a layer makes: pointer to them, `groups` a row, `width` squares each."""
+
+    sums: str
+    groups: int
+    width: int
+
+
+@dataclass(frozen=True)
 class Norm:
     """rms_norm of a matvec's input: pointer to its weight, or empty, and epsilon as Triton writes it."""
 
@@ -33,17 +57,19 @@ class Norm:
 
 def matmul(frame: Frame) -> Source:
     frame = frame.widest()  # so is the template's choice, and nothing here takes memory by the row
-    norm = next((n for n in frame.body.nodes if n.op == "rms_norm"), None)
-    body = to_primitives(_without(frame.body, norm))
+    norm, scale, squares = (
+        next((n for n in frame.body.nodes if n.op == op), None) for op in ("rms_norm", "rms_scale", "sums_of_squares")
+    )
+    body = to_primitives(_without(frame.body, norm, scale, squares))
     dot = only(body, "dot_general")
     x, w = dot.inputs
-    (out,) = body.outputs
+    out = body.outputs[0]
     columns, depth = w.type.ints
     parts = 2 if out.type.shape != dot.out.type.shape else 1  # a gated layer: both halves of a column at once
     width, rows = columns // parts, product(x.type.shape[:-1])
-    layer = _Layer(frame, body, dot, norm, width, parts, rows)
+    layer = _Layer(frame, body, dot, norm, width, parts, rows, scale, squares)
     upper = frame.upper(rows)
-    if upper == 1:
+    if upper == 1 and scale is None and squares is None:
         return _matvec(layer, schedule.MATVEC.choose(frame.setting, layer.shape))
     if upper <= schedule.SKINNY_ROWS:
         tile = schedule.SKINNY.choose(frame.setting, layer.shape)
@@ -62,6 +88,8 @@ class _Layer:
     width: int
     parts: int  # 2: both halves of a gated layer
     rows: Size
+    scale: Node | None = None
+    squares: Node | None = None
 
     @property
     def depth(self) -> int:
@@ -71,7 +99,8 @@ class _Layer:
     def shape(self) -> schedule.Linear:
         """What its schedule depends on."""
         rows, dtype = self.frame.upper(self.rows), self.dot.inputs[0].type.dtype
-        return schedule.Linear(rows, self.width, self.depth, self.parts, dtype, self.norm is not None)
+        squares = self.squares.attrs.width if self.squares is not None else 1
+        return schedule.Linear(rows, self.width, self.depth, self.parts, dtype, self.norm is not None, squares)
 
     def hooks(self, tile: schedule.Tile) -> dict[str, Any]:
         """What all templates take."""
@@ -79,8 +108,22 @@ class _Layer:
         return {
             "n": self.width, "depth": self.depth, "parts": range(self.parts), "x": frame.pointers.get(x, ""),
             "w": frame.pointers[w], "m": SYNTAX.size(self.rows), "tile": tile, "even_n": self.width % tile.n == 0,
-            "even_k": self.depth % tile.k == 0, "wide": frame.wide(x, w, self.dot.out),
+            "even_k": self.depth % tile.k == 0, "wide": frame.wide(x, w, self.dot.out), "scale": self._scale(),
+            "squares": self._squares(),
         }  # fmt: skip
+
+
+    def _squares(self) -> Squares | None:
+        if self.squares is None:
+            return None
+        width = self.squares.attrs.width
+        return Squares(self.frame.pointers[self.frame.body.outputs[-1]], self.width // width, width)
+
+    def _scale(self) -> Scale | None:
+        if self.scale is None:
+            return None
+        (sums,), at = self.scale.inputs, self.scale.attrs
+        return Scale(self.frame.pointers[sums], sums.type.shape[-1], at.size, SYNTAX.literal(at.eps, f32))
 
 
 def _matvec(layer: _Layer, tile: schedule.Tile) -> Source:
@@ -126,22 +169,38 @@ def _tile_lines(layer: _Layer, tile: schedule.Tile) -> list[str]:
 
 
 def _sums_lines(layer: _Layer, row: str, *vectors: tuple[str, int, str]) -> list[str]:
-    """What becomes of the sums `acc0` and `acc1`, which have these (name, lanes, mask) of vectors."""
-    (out,), dot = layer.body.outputs, layer.dot
+    """What becomes of the sums `acc0` and `acc1`, which have these (name, lanes, mask) of vectors; where there is a
+    scale, `rms` has the lanes of the first."""
+    dot = layer.dot
     nest = layer.frame.nest(layer.body, layer.frame.wide(*dot.inputs, dot.out))
     names = [nest.vector(*vector) for vector in vectors]
     nest.scopes[0].variables |= set(names)
     nest.given[dot.out] = lambda index: f"acc{_part(index, layer.width)}"
     nest.vectors |= {f"acc{p}": nest.axes(*names) for p in range(layer.parts)}
-    nest.store(out, (*lead(nest, row, dot.inputs[0].type.shape[:-1]), "c"))
+    index = (*lead(nest, row, dot.inputs[0].type.shape[:-1]), "c")
+    if layer.scale is not None:
+        nest.given[layer.scale.out] = lambda _: "rms"
+        nest.vectors["rms"] = nest.axes(names[0])
+    for out in layer.body.outputs:
+        nest.store(out, index)
+    if layer.squares is not None:
+        nest.line(f"made = {nest.emit(layer.body.outputs[0], index)}")
     return nest.scopes[0].lines
 
 
-def _without(body: Graph, norm: Node | None) -> Graph:
-    """The body with the product's input as one of its own: the template makes it."""
-    if norm is None:
+def _without(body: Graph, norm: Node | None, scale: Node | None, squares: Node | None) -> Graph:
+    """The body without what the template makes: x normalised, scales of rows (inputs now), sums of squares (the last
+    output)."""
+    gone = [n for n in (norm, scale, squares) if n is not None]
+    if not gone:
         return body
-    return replace(body, inputs=(*body.inputs, norm.out), nodes=tuple(n for n in body.nodes if n is not norm))
+    last = squares.out if squares is not None else None
+    outputs = [(name, v) for name, v in zip(body.output_names, body.outputs, strict=True) if v is not last]
+    return replace(
+        body, inputs=(*body.inputs, *(n.out for n in (norm, scale) if n is not None)),
+        outputs=tuple(v for _, v in outputs), output_names=tuple(name for name, _ in outputs),
+        nodes=tuple(n for n in body.nodes if n not in gone),
+    )  # fmt: skip
 
 
 def _part(index: Index, width: int) -> int:

@@ -17,7 +17,7 @@ from aotc.ir.program import Kernel
 from aotc.ir.sizes import ceildiv, product
 from aotc.ir.templates import Templates
 
-TEMPLATES = Templates(is_linear_for_tensor_cores, norm_rows=1, attention_decode=True)
+TEMPLATES = Templates(is_linear_for_tensor_cores, norm_rows=1, scaled_rows=schedule.SKINNY_ROWS, attention_decode=True)
 
 
 def render(kernel: Kernel, setting: Setting) -> Source:

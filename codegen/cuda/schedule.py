@@ -43,7 +43,7 @@ class Tile:
 @dataclass(frozen=True)
 class Linear:
     """A linear layer: rows of x at most, columns of the output, depth; 2 parts for a gated one; whether it normalises
-    x first."""
+    x first; how many neighbouring columns of the output it adds up squares of."""
 
     rows: int
     n: int
@@ -51,6 +51,7 @@ class Linear:
     parts: int
     dtype: DType
     norm: bool = False
+    squares: int = 1
 
     def __str__(self) -> str:
         return f"{self.rows} {self.n}x{self.depth}x{self.parts} {self.dtype.name}{' norm' * self.norm}"
@@ -212,7 +213,9 @@ def _one_row(of: Linear, tile: Tile) -> str:
 
 
 def _all_rows(of: Linear, tile: Tile) -> str:
-    return "" if tile.m >= max(of.rows, 16) else f"m must be at least {max(of.rows, 16)}"
+    if tile.m < max(of.rows, 16):
+        return f"m must be at least {max(of.rows, 16)}"
+    return f"n must be a multiple of {of.squares}, whose squares are added up" if tile.n % of.squares else ""
 
 
 def _blocks(of: Linear, tile: Tile) -> str:

@@ -6,6 +6,7 @@ from attention_cases import SLOTS, attention_graph, page_up, ragged
 
 from aotc.codegen.cuda.fake_device import run_program
 from aotc.codegen.cuda.render import TEMPLATES
+from aotc.compiler import make_program
 from aotc.errors import DeviceError, UnsupportedError
 from aotc.harness import relative_error
 from aotc.ir.builder import Builder
@@ -28,7 +29,6 @@ from aotc.ir.ops.shape import (
     SliceAttrs,
 )
 from aotc.ir.sizes import Dim, symbol
-from aotc.passes import canonicalize, fuse, lower, place_barriers, plan_memory
 
 T = symbol("t")
 SIZES = {"t": 3, "m": 5, "tokens": 11, "rows": 4, "slots": SLOTS}
@@ -41,7 +41,7 @@ NOT_FLOAT = {"not", "and", "or", "xor", "shift_left", "shift_right", "compare", 
 
 def program_of(graph):
     """A planned program for CUDA: linear layers are those of the matmul template."""
-    return place_barriers(plan_memory(lower(fuse(canonicalize(graph), TEMPLATES))))
+    return make_program(graph, TEMPLATES)
 
 
 def random_inputs(graph, seed=0, **given):
@@ -263,6 +263,43 @@ def test_linear_layers(dtype, bound, rows, n, k, epilogue, arch, monkeypatch):
     """Few rows and many, more rows in the program than in the step, sizes that are no powers of two."""
     monkeypatch.setitem(SIZES, "m", rows)
     assert check(linear_graph(dtype, bound, n, k, epilogue), arch=arch) == ["matmul"], "not one kernel"
+
+
+def layers_with_norm(dtype, bound, h, n, lead=()):
+    """A residual stream that a linear layer adds to, normalised for a gated layer, and read once more."""
+    b = Builder(f"norm_between_{dtype}_{bound}_{h}", (Dim("m", 1, bound),))
+    shape = (symbol("m"), *lead)
+    x, stream = b.input("x", TensorType(dtype, (*shape, 24))), b.input("stream", TensorType(f32, (*shape, h)))
+    first, second = b.input("first", TensorType(dtype, (h, 24))), b.input("second", TensorType(dtype, (n, h)))
+    dot = DotAttrs((len(shape),), (1,))
+    made = b.emit("convert", b.emit("dot_general", x, first, attrs=dot), attrs=ConvertAttrs(f32))
+    made = b.emit("add", stream, made)
+    normal = b.emit("rms_norm", made, b.input("scale", TensorType(dtype, (h,))), attrs=NormAttrs(1e-5, dtype))
+    out = b.emit("dot_general", normal, second, attrs=dot)
+    half = [b.emit("slice", out, attrs=SliceAttrs((0,) * len(shape) + (at,), (*shape, at + n // 2), (1,) * (len(shape) + 1)))
+            for at in (0, n // 2)]  # fmt: skip
+    return b.finish({"stream": made, "y": b.emit("swiglu", *half)})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound", "rows", "h", "lead", "kernels"),
+    [
+        (bf16, 9, 5, 192, (), 2),  # three groups of 64 squares
+        (bf16, 64, 50, 96, (), 2),  # groups of 32, two tiles
+        (f32, 3, 2, 160, (), 2),
+        (f32, 5, 4, 64, (2,), 2),
+        (f16, 9, 5, 192, (), 3),  # x * g may overflow
+        (bf16, 9, 5, 200, (), 3),  # no whole groups
+        (bf16, 90, 70, 192, (), 3),  # too many rows
+        (bf16, 1, 1, 192, (), 2),  # the second normalises its row itself
+    ],
+)
+@pytest.mark.parametrize("arch", ["sm80", "sm90"])
+def test_a_norm_between_linear_layers(dtype, bound, rows, h, lead, kernels, arch, monkeypatch):
+    monkeypatch.setitem(SIZES, "m", rows)
+    families = check(layers_with_norm(dtype, bound, h, 64, lead), arch=arch)
+    assert len(families) == kernels
+    assert families.count("matmul") == 2
 
 
 @pytest.mark.parametrize("bound", [2, 9])

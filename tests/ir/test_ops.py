@@ -9,7 +9,7 @@ from aotc.ir.dtypes import bf16, f32, i32
 from aotc.ir.graph import Attrs, TensorType
 from aotc.ir.interpret import interpret
 from aotc.ir.ops import OPS
-from aotc.ir.ops.composite import NormAttrs
+from aotc.ir.ops.composite import NormAttrs, ScaleAttrs, SquaresAttrs
 from aotc.ir.ops.contraction import DotAttrs, ReduceAttrs
 from aotc.ir.ops.elementwise import ConvertAttrs
 from aotc.ir.ops.shape import AxisAttrs, BroadcastAttrs, ShapeAttrs, SliceAttrs
@@ -19,6 +19,8 @@ from aotc.ir.verify import verify
 T = symbol("t")
 COMPOSITES = {
     "rms_norm": ([(T, 24), (24,)], NormAttrs(1e-5)),
+    "sums_of_squares": ([(T, 24)], SquaresAttrs(8)),
+    "rms_scale": ([(T, 3)], ScaleAttrs(1.5, 24)),
     "layer_norm": ([(T, 24), (24,), (24,)], NormAttrs(1e-5)),
     "softmax": ([(T, 5, 7)], AxisAttrs(1)),
     "rope": ([(T, 3, 8), (T, 8), (T, 8)], Attrs()),
@@ -38,8 +40,9 @@ def test_composite_equals_its_decomposition(op, dtype):
     verify(primitives.__class__(**{**vars(primitives), "dims": graph.dims}))
     assert not any(OPS[n.op].decompose for n in primitives.nodes)
     rng = np.random.default_rng(0)
+    draw = np.abs if op == "rms_scale" else np.asarray  # of sums of squares
     arrays = {
-        f"x{i}": rng.standard_normal([4 if d is T else d for d in s]).astype(dtype.np) for i, s in enumerate(shapes)
+        f"x{i}": draw(rng.standard_normal([4 if d is T else d for d in s])).astype(dtype.np) for i, s in enumerate(shapes)
     }
     whole = interpret(graph, arrays)["y"].astype(np.float64)
     parts = interpret(primitives.__class__(**{**vars(primitives), "dims": graph.dims}), arrays)["y"].astype(np.float64)

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from aotc.ir.dtypes import DType, register_type
+from aotc.ir.dtypes import DType, f32, register_type
 from aotc.ir.graph import Attrs, TensorType, Value
 from aotc.ir.ops.contraction import ReduceAttrs
 from aotc.ir.ops.elementwise import ConvertAttrs
 from aotc.ir.ops.op import Op, require
-from aotc.ir.ops.shape import AxisAttrs, BroadcastAttrs, ConstantAttrs, SliceAttrs
+from aotc.ir.ops.shape import AxisAttrs, BroadcastAttrs, ConstantAttrs, ShapeAttrs, SliceAttrs
 
 if TYPE_CHECKING:
     from aotc.ir.builder import Builder
@@ -35,6 +35,37 @@ def _norm_type(types: tuple[TensorType, ...], at: NormAttrs) -> tuple[TensorType
 def _rms_norm(arrays: Any, at: NormAttrs, _: Any) -> np.ndarray:
     x, weight = arrays
     return x / np.sqrt(np.mean(x * x, -1, keepdims=True) + at.eps) * weight
+
+
+@dataclass(frozen=True)
+class SquaresAttrs(Attrs):
+    """Neighbours along the last axis whose squares are added up."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class ScaleAttrs(Attrs):
+    """How many squares the sums hold in all, and what is added to their mean."""
+
+    eps: float
+    size: int
+
+
+def _squares_type(types: tuple[TensorType, ...], at: SquaresAttrs) -> tuple[TensorType, ...]:
+    *lead, last = types[0].shape
+    require(isinstance(last, int) and last % at.width == 0, f"sums of {at.width} squares do not fit {types[0]}")
+    return (TensorType(f32, (*lead, last // at.width)),)  # type: ignore[operator]
+
+
+def _sums_of_squares(arrays: Any, at: SquaresAttrs, _: Any) -> np.ndarray:
+    (x,) = arrays
+    return np.sum((x * x).reshape(*x.shape[:-1], -1, at.width), -1)
+
+
+def _rms_scale(arrays: Any, at: ScaleAttrs, _: Any) -> np.ndarray:
+    (sums,) = arrays
+    return 1 / np.sqrt(np.sum(sums, -1) / at.size + at.eps)
 
 
 def _layer_norm(arrays: Any, at: NormAttrs, _: Any) -> np.ndarray:
@@ -114,6 +145,19 @@ def _rms_norm_primitives(b: Builder, inputs: tuple[Value, ...], at: NormAttrs) -
     return _normed(b, b.emit("multiply", b.emit("multiply", x, scale), weight), inputs[0], at)
 
 
+def _squares_primitives(b: Builder, inputs: tuple[Value, ...], at: SquaresAttrs) -> Value:
+    x = b.emit("convert", inputs[0], attrs=ConvertAttrs(f32))
+    *lead, last = x.type.shape
+    split = b.emit("reshape", b.emit("multiply", x, x), attrs=ShapeAttrs((*lead, last // at.width, at.width)))  # type: ignore[operator]
+    return b.emit("reduce", split, attrs=ReduceAttrs("sum", (x.type.rank,)))
+
+
+def _scale_primitives(b: Builder, inputs: tuple[Value, ...], at: ScaleAttrs) -> Value:
+    total = b.emit("reduce", inputs[0], attrs=ReduceAttrs("sum", (inputs[0].type.rank - 1,)))
+    mean = b.emit("divide", total, splat(b, float(at.size), total))
+    return b.emit("rsqrt", b.emit("add", mean, splat(b, at.eps, mean)))
+
+
 def _layer_norm_primitives(b: Builder, inputs: tuple[Value, ...], at: NormAttrs) -> Value:
     x = _wide(b, inputs[0])
     centred = b.emit("subtract", x, _row_mean(b, x))
@@ -153,6 +197,11 @@ def _flops(per_element: int) -> Any:
 
 OPS = (
     Op("rms_norm", _norm_type, _rms_norm, NormAttrs, _flops(4), decompose=_rms_norm_primitives),
+    Op("sums_of_squares", _squares_type, _sums_of_squares, SquaresAttrs, _flops(2), decompose=_squares_primitives),
+    Op(
+        "rms_scale", lambda t, _: (TensorType(f32, t[0].shape[:-1]),), _rms_scale, ScaleAttrs, _flops(1),
+        decompose=_scale_primitives,
+    ),
     Op("layer_norm", _norm_type, _layer_norm, NormAttrs, _flops(7), decompose=_layer_norm_primitives),
     Op("softmax", lambda t, _: (t[0],), _softmax, AxisAttrs, _flops(5), decompose=_softmax_primitives),
     Op("rope", _rope_type, _rope, Attrs, _flops(3), decompose=_rope_primitives),
