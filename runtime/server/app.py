@@ -109,6 +109,8 @@ class Server:
             except ClientDisconnect:
                 response = Response(status_code=499)
             response.headers["X-Request-Id"] = request_id
+            if self.draining:
+                response.headers["Connection"] = "close"
             return response
 
         return run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 from types import FrameType
@@ -10,8 +11,17 @@ import uvicorn
 
 from aotc.errors import RequestError
 from aotc.runtime.server.app import Server
+from aotc.runtime.server.connection import Connection
 
 MAX_HEAD = 64 << 10  # bytes of a request's line and headers
+_VANISHED = (
+    ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 30),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPINTVL), 10),
+    ((socket.IPPROTO_TCP, socket.TCP_KEEPCNT), 3),
+    ((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT), 60_000),
+)
+"""Options of the kernel, which connections inherit: a client that went away without a word is found within a minute."""
 
 
 class HttpServer(uvicorn.Server):
@@ -22,13 +32,17 @@ class HttpServer(uvicorn.Server):
         self._server = server
         config = uvicorn.Config(
             server.app(), log_level=log_level, access_log=access_log, timeout_graceful_shutdown=shutdown_timeout,
-            http="h11", h11_max_incomplete_event_size=MAX_HEAD, ws="none",
+            http=Connection, h11_max_incomplete_event_size=MAX_HEAD, ws="none",
         )  # fmt: skip
         super().__init__(config)
 
     def give_up(self) -> None:
         """Ends the server as SIGTERM does."""
         self.should_exit = self._server.draining = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.sleep(0)  # a turn of the loop: what has connected by now is accepted, and not reset
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -49,6 +63,8 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol or socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for option, value in _VANISHED:
+            listener.setsockopt(*option, value)
         listener.bind(address)
         listener.listen(1024)
         return listener
