@@ -58,7 +58,7 @@ def engine(descriptor: int) -> int:
     belong_to_server()
     channel = Channel(socket.socket(fileno=descriptor))
     channel.send(Ready({}))
-    return serve_to_the_end(Engine(EchoExecutor(), ()), channel, 64)  # type: ignore[arg-type]
+    return serve_to_the_end(Engine(EchoExecutor(), ()), channel)  # type: ignore[arg-type]
 
 
 def make_client() -> Any:

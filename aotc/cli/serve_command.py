@@ -47,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seconds in which a model must load, else it is started again; 0: no limit",
     )  # fmt: skip
     parser.add_argument(
+        "--request-timeout", type=int, default=0, metavar="S", help="seconds for an answer, else a 504; 0: no limit"
+    )
+    parser.add_argument(
         "--shutdown-timeout", type=int, default=30, metavar="S",
         help="seconds to finish after SIGTERM; a second one ends the server at once",
     )  # fmt: skip
@@ -54,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics-prefix", default="aotc", metavar="P", help="prefix of metrics; vllm for its dashboards"
     )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"], help="logging")
+    parser.add_argument(
+        "--log-format", default="text", choices=["text", "json"], help="json: one object a line; no prompts in either"
+    )
     parser.add_argument("--disable-access-log", action="store_true", help="do not log each request")
     for flag in FIXED:
         parser.add_argument(flag, nargs="?", const="", help=argparse.SUPPRESS)
@@ -68,8 +74,8 @@ def run(options: argparse.Namespace) -> int:
             raise RequestError(f"{flag} is fixed at compile time: recompile with `aotc compile ... {compile_flag} ...`")
     if not 0 <= options.port <= 65535 or options.max_num_seqs < 1 or options.max_num_queued_reqs < 1:
         raise RequestError("--port is 0 to 65535, --max-num-seqs and --max-num-queued-reqs are at least 1")
-    if options.shutdown_timeout < 0 or options.load_timeout < 0:
-        raise RequestError("--shutdown-timeout and --load-timeout are numbers of seconds, 0 or more")
+    if min(options.shutdown_timeout, options.load_timeout, options.request_timeout) < 0:
+        raise RequestError("--shutdown-timeout, --load-timeout and --request-timeout are seconds, 0 or more")
     if not _PREFIX.match(options.metrics_prefix):
         raise RequestError("--metrics-prefix is made of letters, digits and _, and begins with no digit")
     key = options.api_key or knobs.api_key()
@@ -82,11 +88,14 @@ def _serve(options: argparse.Namespace, key: str | None) -> int:
     from aotc.errors import ArtifactError
     from aotc.runtime.server.app import Server, Settings
     from aotc.runtime.server.http import HttpServer, listen
+    from aotc.runtime.server.logs import configure
     from aotc.runtime.server.metrics import Metrics
     from aotc.runtime.server.opening import open_model
 
+    configure(options.log_format, options.log_level)
     metrics = Metrics(options.metrics_prefix)
-    models = [open_model(model, metrics, options.load_timeout) for model in _models(options)]
+    timeouts = options.load_timeout, options.request_timeout or None
+    models = [open_model(model, metrics, *timeouts) for model in _models(options)]
     server = Server(Settings(key, options.max_num_queued_reqs), models, metrics)
     http = HttpServer(
         server, log_level=options.log_level, access_log=not options.disable_access_log,

@@ -19,6 +19,7 @@ from aotc.runtime.detokenizer import Detokenizer
 from aotc.runtime.llm import TextStream
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import TokenOutput
+from aotc.runtime.server.logs import tell
 from aotc.runtime.server.protocol import usage
 from aotc.runtime.server.responses import (
     DONE,
@@ -33,11 +34,25 @@ from aotc.runtime.server.served import ServedModel
 
 log = logging.getLogger("aotc.server")
 
+MAX_UNSENT = 4 << 20  # bytes of a stream that wait for its reader
+
 
 class NoToken(AotcError):
     """The model's logits left nothing to choose from: this request fails, the engine goes on."""
 
     status = 500
+
+
+class TooSlow(AotcError):
+    """The client does not read its stream: the answer is given up."""
+
+    status = 408
+
+
+class TooLate(AotcError):
+    """The request's time was over before its answer was done."""
+
+    status = 504
 
 
 class Piece(NamedTuple):
@@ -60,15 +75,20 @@ class Choice:
     tokens: int = 0
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
+    cached_tokens: int = 0
+    first_token: float | None = None  # seconds
 
 
 class Answer:
     """The choices of a request for `prompts`, `params.n` of each. `head` is what every object begins with."""
 
     def __init__(
-        self, model: ServedModel, prompts: list[list[int]], params: SamplingParams, seed: int, head: dict[str, Any], chat: bool
-    ) -> None:
-        self._model = model
+        self, model: ServedModel, prompts: list[list[int]], params: SamplingParams, seed: int, head: dict[str, Any],
+        chat: bool, turn: tuple[int, str] = (0, ""), request_id: str = "",
+    ) -> None:  # fmt: skip
+        """`turn` is the request's priority and cache salt."""
+        self._model, self._turn, self._request_id = model, turn, request_id
+        self._unsent = 0  # bytes
         self._seed, self._head, self._chat = seed, head, chat
         self._failed = False  # by our fault
         self._prompt_tokens = sum(map(len, prompts))
@@ -107,7 +127,9 @@ class Answer:
         return EventStream(self._events(include_usage))
 
     async def _events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
-        queue: asyncio.Queue[bytes | None] = asyncio.Queue()  # a slow reader holds up no other: at most max_model_len
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()  # a slow reader holds up no other: MAX_UNSENT bounds it
+        if include_usage:
+            self._head["usage"] = None  # in every chunk but the last
         tasks = [asyncio.create_task(self._feed(choice, queue)) for choice in self._choices]
         async with self._counted(), _ending(*tasks):
             left = len(tasks)
@@ -116,6 +138,7 @@ class Answer:
                 if item is None:
                     left -= 1
                 else:
+                    self._unsent -= len(item)
                     yield item
             if include_usage:
                 yield event({**self._head, "choices": [], "usage": self._usage()})
@@ -123,49 +146,71 @@ class Answer:
 
     @contextlib.asynccontextmanager
     async def _counted(self) -> AsyncGenerator[None, None]:
-        """Tells the breaker how the request ended."""
-        breaker = self._model.breaker
+        """Tells the breaker and the log how the request ended."""
+        breaker, begin = self._model.breaker, time.monotonic()
         ticket = breaker.begin()
         try:
             yield
         finally:
             done = all(choice.finish_reason is not None for choice in self._choices)
             breaker.end(ticket, True if self._failed else False if done else None)
+            firsts = [choice.first_token for choice in self._choices if choice.first_token is not None]
+            tell(
+                log, logging.INFO, "request", request_id=self._request_id, model=self._model.name,
+                choices=len(self._choices), prompt_tokens=self._prompt_tokens, tokens=sum(c.tokens for c in self._choices),
+                ttft=round(min(firsts), 6) if firsts else None, latency=round(time.monotonic() - begin, 6),
+                outcome="error" if self._failed else "done" if done else "abort",
+            )  # fmt: skip
 
     async def _feed(self, choice: Choice, queue: asyncio.Queue[bytes | None]) -> None:
         """Puts the events of one choice into the queue, and None at their end."""
         try:
             if self._chat:
-                queue.put_nowait(self._chunk(choice, {"role": "assistant", "content": ""}, []))
-            async for piece in self._run(choice):
-                text = {"content": piece.text} if self._chat else piece.text
-                queue.put_nowait(self._chunk(choice, text, piece.logprobs))
+                self._put(queue, self._chunk(choice, {"role": "assistant", "content": ""}, []))
+            pieces = self._run(choice)
+            async with contextlib.aclosing(pieces):
+                async for piece in pieces:
+                    if self._unsent > MAX_UNSENT:
+                        raise TooSlow("the client reads its answer too slowly")
+                    text = {"content": piece.text} if self._chat else piece.text
+                    self._put(queue, self._chunk(choice, text, piece.logprobs))
         except AotcError as error:
-            queue.put_nowait(event(error_body(str(error), status_of(error))))
+            self._put(queue, event(error_body(str(error), status_of(error))))
         except Exception:
+            self._failed = True
             log.exception("a stream failed")
-            queue.put_nowait(event(error_body("internal error", 500)))
+            self._put(queue, event(error_body("internal error", 500)))
         finally:
             queue.put_nowait(None)
+
+    def _put(self, queue: asyncio.Queue[bytes | None], data: bytes) -> None:
+        self._unsent += len(data)
+        queue.put_nowait(data)
 
     async def _run(self, choice: Choice) -> AsyncGenerator[Piece, None]:
         """Yields each piece of text that has become final. Leaving the iteration frees the engine's slot."""
         metrics = self._model.metrics
         begin = last = time.monotonic()
         reason = "abort"
-        source = self._model.engine.generate(choice.prompt, choice.params, self._seed, choice.number)
+        source = self._model.engine.generate(
+            choice.prompt, choice.params, self._seed, choice.number, *self._turn, self._model.request_timeout
+        )
         try:
             async for output in source:
                 now = time.monotonic()
-                if choice.tokens:
+                if output.token_id < 0:
+                    pass
+                elif choice.tokens:
                     metrics.inter_token.observe(now - last)
                 else:
+                    choice.first_token, choice.cached_tokens = now - begin, output.cached_tokens
                     metrics.first_token.observe(now - begin)
                     metrics.prompt_tokens.inc(len(choice.prompt))
                 last = now
                 piece = self._take(choice, output)
+                if output.finish_reason == "deadline":
+                    raise TooLate("the answer was not done in time")
                 if output.finish_reason == "error":
-                    reason = "error"
                     raise NoToken("the model gave no valid token (NaN logits, or every token was forbidden)")
                 metrics.generation_tokens.inc()
                 if piece.text or piece.logprobs or choice.finish_reason:
@@ -198,8 +243,9 @@ class Answer:
         value = max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0  # JSON has no infinity
         return {"token": data.decode(errors="replace"), "logprob": value, "bytes": list(data)}
 
-    def _usage(self) -> dict[str, int]:
-        return usage(self._prompt_tokens, sum(choice.tokens for choice in self._choices))
+    def _usage(self) -> dict[str, Any]:
+        cached = sum(choice.cached_tokens for choice in self._choices if choice.number == 0)
+        return usage(self._prompt_tokens, sum(choice.tokens for choice in self._choices), cached)
 
     def _whole_choice(self, choice: Choice) -> dict[str, Any]:
         said = {"message": {"role": "assistant", "content": choice.text}} if self._chat else {"text": choice.text}

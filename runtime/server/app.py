@@ -105,7 +105,7 @@ class Server:
             except BadRequest as error:
                 response = error_response(str(error), error.status, error.param, error.code, error.retry_after)
             except AotcError as error:
-                response = error_response(str(error), status_of(error))
+                response = error_response(str(error), status_of(error), retry_after=int(getattr(error, "retry_after", 1)))
             except ClientDisconnect:
                 response = Response(status_code=499)
             response.headers["X-Request-Id"] = request_id
@@ -209,11 +209,11 @@ class Server:
         self, request: Request, model: ServedModel, asked: CompletionRequest | ChatRequest, prompts: list[list[int]]
     ) -> Response:
         chat = isinstance(asked, ChatRequest)
-        params = _check(model, asked, prompts, "messages" if chat else "prompt")
+        params, turn = _check(model, asked, prompts, "messages" if chat else "prompt"), protocol.turn(asked)
         self._admit(model, len(prompts) * params.n)
         head = protocol.envelope(chat, bool(asked.stream), request.state.request_id, model.name)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        answer = Answer(model, prompts, params, seed, head, chat)
+        answer = Answer(model, prompts, params, seed, head, chat, turn, request.state.request_id)
         if asked.stream:
             return answer.stream(asked.stream_options is not None and asked.stream_options.include_usage)
         return await answer.whole(request)

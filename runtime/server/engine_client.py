@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from aotc.errors import DeviceError, DeviceLostError, RequestError
+from aotc.errors import DeviceError, DeviceLostError, OverloadedError, RequestError
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import TokenOutput
 from aotc.runtime.server.messages import (
@@ -84,7 +84,9 @@ class EngineClient:
         self.was_ready = False
         self.ready = asyncio.Event()
         self.memory: dict[str, int] = {}
-        self.load = Load(0, 0, 0.0)
+        self.load = Load()
+        self.on_load: Callable[[Load], None] = lambda load: None
+        self.on_ready: Callable[[dict[str, int]], None] = lambda memory: None
         self.on_restart: Callable[[], None] = lambda: None
         self.on_failed: Callable[[], None] = lambda: None
         self.failed: str | None = None
@@ -130,7 +132,7 @@ class EngineClient:
                 await self._converse(reader, self._writer)
             finally:
                 self.ready.clear()
-                self.load = Load(0, 0, 0.0)
+                self.load = Load()
                 if self._writer is not None:
                     self._writer.transport.abort()  # nothing that was not sent matters any more
                 await self._stopped(self._process)
@@ -159,21 +161,24 @@ class EngineClient:
     def _take(self, message: Message) -> None:
         self._silence = self._patience = 0.0
         if isinstance(message, Outputs):
-            self.load, self._short_lives = message.load, 0
+            self._short_lives = 0
+            self._note(message.load)
             for token in message.tokens:
                 pending = self._pending.get(token.request_id)
                 if pending is not None:
                     pending.started = True
                     pending.queue.put_nowait(token)
         elif isinstance(message, Alive):
-            self.load = message.load
+            self._note(message.load)
             self._patience = BEAT_PER_TOKEN * message.tokens
         elif isinstance(message, Refused):
             pending = self._pending.get(message.request_id)
             if pending is not None:
-                pending.queue.put_nowait(RequestError(message.message))
+                later, text = message.retry_after, message.message
+                pending.queue.put_nowait(RequestError(text) if later is None else OverloadedError(text, later))
         elif isinstance(message, Ready):
             self.memory, self.was_ready = message.memory, True
+            self.on_ready(message.memory)
             self.ready.set()
         elif isinstance(message, Unusable):
             if message.may_pass and self.was_ready:
@@ -182,6 +187,10 @@ class EngineClient:
                 self.failed = message.message
         else:
             log.warning("an unexpected message from the engine: %s", type(message).__name__)
+
+    def _note(self, load: Load) -> None:
+        self.load = load
+        self.on_load(load)
 
     async def _watch(self) -> None:
         """Ends an engine that does not load in time, and one that hangs: that missed some beats in a row.
@@ -243,13 +252,16 @@ class EngineClient:
         pending.queue.put_nowait(EngineGone(message))
 
     async def generate(
-        self, prompt: list[int], params: SamplingParams, seed: int, choice: int = 0
-    ) -> AsyncGenerator[TokenOutput, None]:
+        self, prompt: list[int], params: SamplingParams, seed: int, choice: int = 0, priority: int = 0,
+        cache_salt: str = "", timeout: float | None = None,
+    ) -> AsyncGenerator[TokenOutput, None]:  # fmt: skip
         """Yields the tokens of a request. Leaving the iteration cancels it. Raises RequestError and EngineGone."""
         if self.failed is not None:
             raise EngineGone(f"the engine cannot start: {self.failed}")
         request_id = secrets.token_hex(8)
-        pending = _Pending(Submit(request_id, prompt, params_to_dict(params), seed, choice))
+        pending = _Pending(
+            Submit(request_id, prompt, params_to_dict(params), seed, choice, priority, cache_salt, timeout)
+        )
         self._pending[request_id] = pending
         finished = False
         try:

@@ -15,15 +15,16 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
-from aotc.errors import AotcError, DeviceError, DeviceLostError, RequestError
+from aotc.errors import AotcError, DeviceError, DeviceLostError, OverloadedError, RequestError
 from aotc.runtime.engine import Engine
 from aotc.runtime.sequence import Request
+from aotc.runtime.server.engine_meter import EngineMeter
 from aotc.runtime.server.messages import (
     MAX_FRAME,
     Alive,
     Cancel,
-    Load,
     Message,
     Outputs,
     Ready,
@@ -79,38 +80,41 @@ def belong_to_server() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def serve(engine: Engine, channel: Channel, max_num_seqs: int) -> None:
+def serve(engine: Engine, channel: Channel) -> None:
     """Steps while there is work, takes messages between steps. Ends with EOFError when the server is gone."""
-    said = 0.0
+    meter, said = EngineMeter(engine), 0.0
     while True:
         for message in channel.receive(0.0 if engine.has_work else HEARTBEAT):
-            _take(engine, channel, message)
+            _take(engine, meter, channel, message)
         tokens = engine.scheduler.next_tokens
         if tokens > LONG_STEP or time.monotonic() - said > HEARTBEAT:
-            channel.send(Alive(_load(engine, max_num_seqs), tokens))
+            channel.send(Alive(meter.load(), tokens))
             said = time.monotonic()
-        outputs = engine.step() if engine.has_work else []
+        outputs = meter.step() if engine.has_work else []
         if outputs:
-            channel.send(Outputs(outputs, _load(engine, max_num_seqs)))
+            channel.send(Outputs(outputs, meter.load()))
 
 
-def _load(engine: Engine, max_num_seqs: int) -> Load:
-    scheduler = engine.scheduler
-    pool = scheduler.pool
-    free = scheduler.free_slots / max_num_seqs if pool is None else pool.free_pages / pool.num_pages
-    return Load(len(scheduler.running), len(scheduler.waiting), 1 - free)
-
-
-def _take(engine: Engine, channel: Channel, message: Message) -> None:
+def _take(engine: Engine, meter: EngineMeter, channel: Channel, message: Message) -> None:
     if isinstance(message, Cancel):
+        meter.cancelled(message.request_id)
         engine.cancel(message.request_id)
     elif isinstance(message, Submit):
         try:
-            params = params_from_dict(message.params)
-            ids = tuple(message.prompt_token_ids)
-            engine.submit(Request(message.request_id, ids, params, message.seed, message.choice))
+            engine.submit(_request(message))
+            meter.submitted(message.request_id)
+        except OverloadedError as error:
+            channel.send(Refused(message.request_id, str(error), error.retry_after))
         except RequestError as error:
             channel.send(Refused(message.request_id, str(error)))
+
+
+def _request(message: Submit) -> Request:
+    deadline = None if message.timeout is None else time.monotonic() + message.timeout
+    return Request(
+        message.request_id, tuple(message.prompt_token_ids), params_from_dict(message.params), message.seed,
+        message.choice, message.priority, deadline, message.cache_salt,
+    )  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
@@ -130,14 +134,23 @@ def main(arguments: list[str]) -> int:
         channel.send(Unusable(str(error), isinstance(error, DeviceError)))
         return 2
     engine = Engine(executor, executor.model.eos_token_ids)
-    channel.send(Ready({k: int(v) for k, v in vars(executor.memory).items()}))
-    return serve_to_the_end(engine, channel, executor.max_num_seqs)
+    channel.send(Ready(_memory(executor)))
+    return serve_to_the_end(engine, channel)
 
 
-def serve_to_the_end(engine: Engine, channel: Channel, max_num_seqs: int) -> int:
+def _memory(executor: Any) -> dict[str, int]:
+    """Bytes by purpose, and the GPU's own total as `device_total`."""
+    memory = {k: int(v) for k, v in vars(executor.memory).items()}
+    device = getattr(executor, "device", None)
+    if device is not None:
+        memory["device_total"] = int(device.call("cuMemGetInfo")[1])
+    return memory
+
+
+def serve_to_the_end(engine: Engine, channel: Channel) -> int:
     """Serves until the server is gone or the device fails; the exit code. Tokens of a failed step are never sent."""
     try:
-        serve(engine, channel, max_num_seqs)
+        serve(engine, channel)
     except DeviceLostError as error:
         print(f"aotc: error: {error}", file=sys.stderr)
         return error.exit_code

@@ -12,6 +12,7 @@ import uvicorn
 from aotc.errors import RequestError
 from aotc.runtime.server.app import Server
 from aotc.runtime.server.connection import Connection
+from aotc.runtime.server.logs import AccessLog
 
 MAX_HEAD = 64 << 10  # bytes of a request's line and headers
 _VANISHED = (
@@ -30,9 +31,11 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, server: Server, *, log_level: str, access_log: bool, shutdown_timeout: int) -> None:
         self._server = server
+        app = server.app()
         config = uvicorn.Config(
-            server.app(), log_level=log_level, access_log=access_log, timeout_graceful_shutdown=shutdown_timeout,
-            http=Connection, h11_max_incomplete_event_size=MAX_HEAD, ws="none",
+            AccessLog(app) if access_log else app, log_level=log_level, log_config=None, access_log=False,
+            timeout_graceful_shutdown=shutdown_timeout, http=Connection, h11_max_incomplete_event_size=MAX_HEAD,
+            ws="none", lifespan="on",
         )  # fmt: skip
         super().__init__(config)
 

@@ -13,13 +13,16 @@ MAX_FRAME = 64 << 20
 
 
 class Submit(msgspec.Struct, tag="submit"):
-    """A request: token ids and the fields of its SamplingParams."""
+    """A request: token ids and the fields of its SamplingParams. `timeout` is seconds from its arrival at the engine."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: dict[str, Any]
     seed: int
     choice: int
+    priority: int = 0
+    cache_salt: str = ""
+    timeout: float | None = None
 
 
 class Cancel(msgspec.Struct, tag="cancel"):
@@ -32,12 +35,19 @@ class Ready(msgspec.Struct, tag="ready"):
     memory: dict[str, int]
 
 
-class Load(msgspec.Struct):
-    """How busy the engine is: sequences in its batch and waiting for a slot, share of the cache's slots in use."""
+class Load(msgspec.Struct, array_like=True):
+    """How busy the engine is: sequences in its batch and waiting for a slot, share of the cache in use; and what it did
+    since its last message: tokens of prompts looked up and found in the cache, seconds that requests waited for their
+    first step, and its steps, (seconds, sequences) each."""
 
-    running: int
-    waiting: int
-    cache_usage: float
+    running: int = 0
+    waiting: int = 0
+    cache_usage: float = 0.0
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    waits: list[float] = []
+    steps: list[tuple[float, int]] = []
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
@@ -48,10 +58,11 @@ class Outputs(msgspec.Struct, tag="outputs"):
 
 
 class Refused(msgspec.Struct, tag="refused"):
-    """The engine does not take a request: the message is the user's."""
+    """The engine does not take a request: the message is the user's. Not now, where `retry_after` is set (seconds)."""
 
     request_id: str
     message: str
+    retry_after: float | None = None
 
 
 class Alive(msgspec.Struct, tag="alive"):

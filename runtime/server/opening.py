@@ -65,7 +65,9 @@ def parse_model(text: str, usual: ModelOptions) -> ModelOptions:
     return replace(usual, name=name, path=path, **changes)
 
 
-def open_model(options: ModelOptions, metrics: Metrics, load_timeout: float = LOAD_SECONDS) -> ServedModel:
+def open_model(
+    options: ModelOptions, metrics: Metrics, load_timeout: float = LOAD_SECONDS, request_timeout: float | None = None
+) -> ServedModel:
     """A model whose engine is started by the server. Raises ArtifactError and RequestError."""
     artifact = open_artifact(options.path)
     tokenizer, template, config = _text(artifact)
@@ -77,7 +79,7 @@ def open_model(options: ModelOptions, metrics: Metrics, load_timeout: float = LO
     limits = artifact.manifest.model
     return ServedModel(
         options.name, limits.max_model_len, limits.vocab_size, engine, tokenizer, template,
-        ModelMetrics(metrics, options.name), config,
+        ModelMetrics(metrics, options.name), config, request_timeout,
     )  # fmt: skip
 
 

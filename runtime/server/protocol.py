@@ -15,6 +15,7 @@ from aotc.runtime.sampling import MAX_LOGPROBS, SamplingParams
 MAX_BODY = 8 << 20  # bytes
 MAX_N = 16
 MAX_PROMPTS = 64  # of one completion request
+MAX_SALT = 256
 
 
 class StreamOptions(msgspec.Struct):
@@ -47,6 +48,8 @@ class _Common(msgspec.Struct, kw_only=True):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    priority: int | None = None
+    cache_salt: str | None = None
 
     response_format: dict[str, Any] | None = None
     best_of: int | None = None
@@ -212,9 +215,24 @@ def _named(message: str) -> str | None:
     return next((word for word in subject if word in SamplingParams.__slots__), None)
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
+def turn(request: CompletionRequest | ChatRequest) -> tuple[int, str]:
+    """A request's priority (lower goes first) and the salt of the prefixes that it shares. Raises BadRequest."""
+    priority, salt = request.priority or 0, request.cache_salt
+    if not -(2**31) <= priority < 2**31:
+        raise BadRequest("priority must be an integer of 32 bits", param="priority")
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT:
+        raise BadRequest(f"cache_salt must be a string of 1 to {MAX_SALT} characters", param="cache_salt")
+    return priority, salt or ""
+
+
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
     """OpenAI's usage object."""
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
 
 
 def envelope(chat: bool, stream: bool, request_id: str, model: str) -> dict[str, Any]:

@@ -24,10 +24,13 @@ class ServedModel:
     template: ChatTemplate | None
     metrics: ModelMetrics
     generation_config: dict[str, Any] = field(default_factory=dict)
+    request_timeout: float | None = None  # seconds from a request's submission to the end of its answer
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
 
     def __post_init__(self) -> None:
         self.engine.on_restart = self.metrics.engine_restarts.inc
+        self.engine.on_load = self.metrics.absorb
+        self.engine.on_ready = self.metrics.remember
 
     @property
     def status(self) -> str:

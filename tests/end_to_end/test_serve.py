@@ -45,7 +45,7 @@ def artifact(tmp_path_factory, tiny_config):
         "--max-num-seqs",
         "4",
     ]
-    arguments += ["--max-num-batched-tokens", "16", "-o", str(folder / "tiny"), "--quiet"]
+    arguments += ["--max-num-batched-tokens", "16", "--kv-page-size", "16", "-o", str(folder / "tiny"), "--quiet"]
     assert main(arguments) == 0
     return folder / "tiny"
 
@@ -137,6 +137,40 @@ def test_chat(client, llm):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(c.choices[0].delta.content for c in chunks) == expected.text and len(chunks) > 5
     assert last.usage == answer.usage
+
+
+def test_cached_tokens(client):
+    """A prefix is computed once, and by each tenant for itself."""
+    fields = {"model": "tiny", "prompt": "z" * 40, "max_tokens": 4, "temperature": 0}
+
+    def ask(**extra):
+        answer = client.completions.create(**fields, extra_body=extra)
+        return answer.usage.prompt_tokens_details.cached_tokens, answer.choices[0].text
+
+    (first, text), (second, again) = ask(), ask()
+    assert first == 0 and 16 <= second < 40 and again == text
+    assert ask(cache_salt="other") == (0, text)
+    assert ask(cache_salt="other") == (second, text)
+    stream = client.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    assert list(stream)[-1].usage.prompt_tokens_details.cached_tokens == second
+
+
+def test_json_logs(artifact, tmp_path):
+    """The command's own log: every line is an object, but for the one that says where it listens."""
+    process = start(artifact, tmp_path / "stderr", "--log-format", "json")
+    try:
+        url = wait(lambda: url_of(tmp_path / "stderr"))
+        with openai.OpenAI(base_url=url + "/v1", api_key=KEY, max_retries=3, timeout=30) as client:
+            client.completions.create(model="tiny", prompt=PROMPT, max_tokens=3)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == -signal.SIGTERM
+    finally:
+        process.kill()
+        process.wait()
+    lines = [json.loads(line) for line in (tmp_path / "stderr").read_text().splitlines() if line[:5] != "aotc:"]
+    (request,) = [line for line in lines if line["event"] == "request"]
+    assert (request["model"], request["tokens"], request["prompt_tokens"]) == ("tiny", 3, len(PROMPT))
+    assert [line["path"] for line in lines if line["event"] == "access"] == ["/v1/completions"]
 
 
 def test_seeds_and_logprobs(client, llm):

@@ -50,7 +50,7 @@ class FakeExecutor:
     """A device whose model echoes."""
 
     max_num_batched_tokens, max_model_len, vocab_size = 64, MAX_MODEL_LEN, VOCAB
-    num_pages = page_size = 0
+    num_pages = page_size = page_bytes = offload_memory = 0
 
     def __init__(self, folder: Path, max_num_seqs: int) -> None:
         self.folder, self.max_num_seqs = folder, max_num_seqs
@@ -110,7 +110,10 @@ class LoggingEngine(Engine):
             file.write(json.dumps({"event": event, **fields}) + "\n")
 
     def submit(self, request: Request) -> None:
-        self.log("submit", id=request.request_id, prompt=text_of(request.prompt_token_ids), choice=request.choice)
+        self.log(
+            "submit", id=request.request_id, prompt=text_of(request.prompt_token_ids), choice=request.choice,
+            priority=request.priority, salt=request.cache_salt,
+        )  # fmt: skip
         super().submit(request)
 
     def cancel(self, request_id: str) -> bool:
@@ -140,7 +143,7 @@ def main() -> None:
         garbage = (folder / "babble").read_bytes()
         (folder / "babble").unlink()  # before the server can end this process
         channel._socket.sendall(garbage)
-    code = serve_to_the_end(engine, channel, seqs)
+    code = serve_to_the_end(engine, channel)
     engine.log("end", code=code)
     sys.stderr.flush()
     os._exit(code)

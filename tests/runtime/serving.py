@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import socket
 import sys
 import threading
@@ -28,7 +29,7 @@ class Running:
 
     def __init__(
         self, folder, tokenizer, api_key=None, queue=64, seqs=4, template=TEMPLATE, shutdown=5, config=None,
-        names=("fake",), breaker=None, load_timeout=60.0,
+        names=("fake",), breaker=None, load_timeout=60.0, access_log=False, request_timeout=None,
     ):  # fmt: skip
         self.folder = folder
         self.metrics = Metrics("aotc")
@@ -39,11 +40,14 @@ class Running:
             engine = EngineClient(str(home), seqs, [sys.executable, str(FAKE)], load_timeout=load_timeout)
             chat, counts = ChatTemplate(template) if template else None, ModelMetrics(self.metrics, name)
             models.append(ServedModel(name, MAX_LEN, VOCAB, engine, tokenizer, chat, counts, config or {}))
+            models[-1].request_timeout = request_timeout
             if breaker is not None:
                 models[-1].breaker = breaker
         self.model, self.engine = models[0], models[0].engine
         self.server = Server(Settings(api_key, queue), models, self.metrics)
-        self.http = HttpServer(self.server, log_level="critical", access_log=False, shutdown_timeout=shutdown)
+        level = logging.getLevelName(logging.getLogger("uvicorn").level).lower()
+        level = "critical" if level == "notset" else level  # those of a test's log
+        self.http = HttpServer(self.server, log_level=level, access_log=access_log, shutdown_timeout=shutdown)
         self.socket = listen("127.0.0.1", 0)
         self.address = self.socket.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"

@@ -6,6 +6,13 @@ import pytest
 from serving import MAX_LEN, events
 
 
+def usage(prompt, completion, cached=0):
+    return {
+        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
 def test_completion(server):
     response = server.complete("abc", max_tokens=7)
     assert response.status_code == 200 and response.headers["content-type"] == "application/json"
@@ -15,7 +22,7 @@ def test_completion(server):
     assert body["choices"] == [
         {"index": 0, "text": "abcabca", "finish_reason": "length", "stop_reason": None, "logprobs": None}
     ]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 7, "total_tokens": 10}
+    assert body["usage"] == usage(3, 7)
 
 
 def test_the_default_of_completions_is_sixteen_tokens_and_of_chat_the_context(server):
@@ -39,7 +46,7 @@ def test_a_stream_adds_up_to_the_whole(server, kind):
     assert response.headers["content-type"].startswith("text/event-stream")
     *chunks, last = events(response)
     assert last["choices"] == [] and last["usage"] == whole["usage"]
-    assert len({c["id"] for c in chunks}) == 1
+    assert len({c["id"] for c in chunks}) == 1 and all(c["usage"] is None for c in chunks)
     choices = [c["choices"][0] for c in chunks]
     assert [c["finish_reason"] for c in choices] == [None] * (len(choices) - 1) + ["length"]
     if kind == "chat":
@@ -58,7 +65,7 @@ def test_prompts_as_text_ids_and_lists(server):
     for prompts in (["abc", "xy"], [ids, [ord(c) - 33 for c in "xy"]]):
         body = server.complete(prompts, max_tokens=3).json()
         assert [c["text"] for c in body["choices"]] == ["abc", "xyx"]
-        assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}
+        assert body["usage"] == usage(5, 6)
 
 
 def test_n_choices_differ_and_a_seed_repeats_them(server):
@@ -119,3 +126,23 @@ def test_models_tokenize_and_detokenize(server):
     asked = server.client.post("/tokenize", json={"prompt": "ab"}).json()
     assert asked["tokens"] == [64, 65] and asked["count"] == 2
     assert server.client.post("/detokenize", json={"tokens": [64, 65]}).json() == {"prompt": "ab"}
+
+
+def test_priority_and_salt_reach_the_engine(server):
+    before = len(server.log("submit"))
+    fields = {"max_tokens": 1, "priority": -3, "cache_salt": "tenant", "n": 2}
+    assert server.complete("abc", **fields).status_code == server.chat("abc", **fields).status_code == 200
+    asked = server.log("submit")[before:]
+    assert [(a["priority"], a["salt"]) for a in asked] == [(-3, "tenant")] * 4
+    assert server.complete("abc", max_tokens=1, priority=None, cache_salt=None).status_code == 200
+    assert (server.log("submit")[-1]["priority"], server.log("submit")[-1]["salt"]) == (0, "")
+
+
+def test_an_answer_that_takes_too_long(fresh):
+    running = fresh(request_timeout=0.3).wait_ready()
+    response = running.complete("slow", max_tokens=100)
+    assert response.status_code == 504 and "not done in time" in response.json()["error"]["message"]
+    *chunks, last = events(running.complete("slow", max_tokens=100, stream=True))
+    assert last["error"]["message"] == "the answer was not done in time" and len(chunks) > 1
+    assert running.complete("abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
+    assert running.metric("aotc:request_success_total", finished_reason="error") == 2

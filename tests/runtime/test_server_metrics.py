@@ -10,7 +10,9 @@ from aotc.runtime.server.metrics import Metrics, ModelMetrics
 NAMES = {
     "num_requests_running": "gauge", "num_requests_waiting": "gauge", "kv_cache_usage_perc": "gauge",
     "prompt_tokens": "counter", "generation_tokens": "counter", "request_success": "counter",
-    "circuit_breaker_state": "gauge",
+    "circuit_breaker_state": "gauge", "device_memory_bytes": "gauge", "device_memory_total_bytes": "gauge",
+    "num_preemptions": "counter", "prefix_cache_queries": "counter", "prefix_cache_hits": "counter",
+    "request_queue_time_seconds": "histogram", "engine_step_seconds": "histogram", "engine_step_sequences": "histogram",
     "engine_restarts": "counter", "time_to_first_token_seconds": "histogram", "inter_token_latency_seconds": "histogram",
     "e2e_request_latency_seconds": "histogram", "request_prompt_tokens": "histogram",
     "request_generation_tokens": "histogram",
@@ -58,6 +60,7 @@ def test_counts_of_one_answer(server, counted):
         "prompt_tokens_total": 3, "generation_tokens_total": 7, "request_success_total/length": 1,
         "time_to_first_token_seconds_count": 1, "inter_token_latency_seconds_count": 6,
         "e2e_request_latency_seconds_count": 1, "request_prompt_tokens_count": 1, "request_generation_tokens_count": 1,
+        "request_queue_time_seconds_count": 1, "engine_step_seconds_count": 7, "engine_step_sequences_count": 7,
     }  # fmt: skip
 
 
@@ -100,6 +103,29 @@ def test_gauges_while_requests_run_and_when_they_are_gone(server, counted):
     assert server.metric("aotc:num_requests_running") == server.metric("aotc:num_requests_waiting") == 0
     assert server.metric("aotc:kv_cache_usage_perc") == 0
     assert counted()["request_success_total/abort"] == 6
+
+
+def test_what_the_engine_counts():
+    """Differences add up, also over engines that were started again."""
+    metrics = Metrics("aotc")
+    model = ModelMetrics(metrics, "m")
+    model.remember({"weights": 100, "kv_cache": 50, "kv_blocks": 7, "device_total": 1000})
+    model.absorb(Load(2, 1, 0.5, 3, 40, 30, [0.02, 3.0], [(0.004, 2), (0.004, 70)]))
+    model.absorb(Load(2, 1, 0.5, 1, 5, 0, [], []))
+    text = metrics.render().decode()
+    for line in (
+        'aotc:num_preemptions_total{model_name="m"} 4.0', 'aotc:prefix_cache_queries_total{model_name="m"} 45.0',
+        'aotc:prefix_cache_hits_total{model_name="m"} 30.0', 'aotc:request_queue_time_seconds_sum{model_name="m"} 3.02',
+        'aotc:engine_step_seconds_count{model_name="m"} 2.0', 'aotc:engine_step_sequences_sum{model_name="m"} 72.0',
+        'aotc:device_memory_bytes{model_name="m",purpose="weights"} 100.0',
+        'aotc:device_memory_total_bytes{model_name="m"} 1000.0',
+    ):  # fmt: skip
+        assert line in text.splitlines(), line
+    assert "kv_blocks" not in text
+
+
+def test_memory_is_that_of_the_engine(server):
+    assert server.metric("aotc:device_memory_bytes", purpose="weights") == 1
 
 
 def test_tokens_count_while_they_come(server, counted):
