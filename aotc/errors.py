@@ -1,5 +1,10 @@
 """Errors that a user can act on. Every message is one line that says what is wrong and what to do."""
 
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
 
 class AotcError(Exception):
     """Base of all errors meant for users; the CLI prints it as one line and exits with `exit_code`."""
@@ -31,6 +36,21 @@ class OverloadedError(RequestError):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class DeadlineExceeded(AotcError):
+    """An answer was not whole when its time was over: `text` and `token_ids` are what there was of it.
+
+    Of a list of prompts, `completions` has all of them, those that were cut short with `finish_reason` deadline; `text`
+    and `token_ids` are the first of these.
+    """
+
+    def __init__(self, message: str, text: str, token_ids: Iterable[int], completions: Iterable[Any] = ()) -> None:
+        super().__init__(message)
+        self.text, self.token_ids, self.completions = text, tuple(token_ids), tuple(completions)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.text, self.token_ids, self.completions)
 
 
 class DeviceError(AotcError):

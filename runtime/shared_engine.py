@@ -1,0 +1,318 @@
+"""One engine for all threads of a process: calls from several of them are steps of one batch.
+
+There is no engine thread between a lone caller and the device. A thread that waits for an answer steps the engine itself
+while nobody else does: it leads, and what it computes for others it hands to them. Who has its answer hands the lead to
+one that still waits. Only asyncio needs a thread, which leads for calls that no thread waits for; it starts with the first
+of them and ends when there was none for a while.
+"""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import functools
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from aotc.errors import AotcError, RequestError
+from aotc.runtime.engine import Engine
+from aotc.runtime.gate import FORKED
+from aotc.runtime.memory import CLOSED
+from aotc.runtime.sequence import TokenOutput
+from aotc.runtime.text_stream import Call
+
+LINGER = 5.0  # seconds that the thread of asyncio waits for more to do
+EXIT_GRACE = 2.0  # seconds that the end of the process waits for a step
+
+
+class _Waiter:
+    """A thread that sleeps until its calls are ready, or until it is to lead. `wake` is called once."""
+
+    def __init__(self, ready: Callable[[], bool]) -> None:
+        self.ready, self.leads = ready, False
+        self._bell = threading.Lock()
+        self._bell.acquire()
+
+    def sleep(self) -> None:
+        self._bell.acquire()
+
+    def wake(self) -> None:
+        self._bell.release()
+
+
+class SharedEngine:
+    """A thread-safe engine. `make` gives the engine, again after a step that was interrupted; `close` frees its device.
+
+    `_lock` guards who leads and who waits, for microseconds. The engine itself belongs to the leader. What others want
+    of it lies in `_inbox`, whose order counts; it is appended to without the lock, by finalisers too.
+    """
+
+    def __init__(self, make: Callable[[], Engine], close: Callable[[], None]) -> None:
+        self._make, self._close_device = make, close
+        self.engine = make()
+        self.closed = False
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._leader: int | None = None  # its thread
+        self._waiting: list[_Waiter] = []
+        self._inbox: deque[tuple[bool, Call]] = deque()  # (whether to cancel it, or to submit it)
+        self._calls: dict[str, Call] = {}
+        self._released = threading.Event()  # closed, and nobody leads any more
+        self._close_here = False  # `close` was called by the leader itself, in the middle of a step
+        self._unattended: set[Call] = set()  # no thread waits for these
+        self._more = threading.Condition(self._lock)
+        self._thread: threading.Thread | None = None
+
+    def require_open(self) -> None:
+        """Raises RequestError after `close`, and in a process that was forked from the one that loaded the model."""
+        if self._pid != os.getpid():
+            raise RequestError(FORKED)
+        if self.closed:
+            raise RequestError(CLOSED)
+
+    def submit(self, call: Call, attended: bool = True) -> None:
+        """Gives a call to the engine. An `attended` one is computed when a thread waits, others at once.
+
+        What the engine refuses comes out as the call's error.
+        """
+        self.require_open()
+        with self._lock:
+            self.require_open()
+            if not attended and self._thread is None:
+                self._start_thread()
+            self._calls[call.request.request_id] = call
+            self._inbox.append((False, call))
+            if not attended:
+                self._unattended.add(call)
+                self._more.notify()
+
+    def cancel(self, call: Call) -> None:
+        """Drops a call: its slot and cache are free after the step that runs, if one does. Never blocks."""
+        if self._pid != os.getpid() or call.request.request_id not in self._calls:
+            return
+        self._inbox.append((True, call))
+        if self._lock.acquire(blocking=False):
+            try:
+                if self._leader is not None:
+                    return
+                self._leader = threading.get_ident()
+            finally:
+                self._lock.release()
+            self._hand_over()
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Returns when `ready()` is true, which it has to be once the calls that it asks about are finished."""
+        if self._pid != os.getpid():
+            raise RequestError(FORKED)
+        while not ready():
+            with self._lock:
+                if self._leader is None:
+                    self._leader, waiter = threading.get_ident(), None
+                elif ready():  # the leader may have looked at `_waiting` just now
+                    return
+                else:
+                    waiter = _Waiter(ready)
+                    self._waiting.append(waiter)
+            if waiter is None:
+                self._lead(ready)
+            else:
+                self._sleep(waiter)
+
+    def _sleep(self, waiter: _Waiter) -> None:
+        try:
+            waiter.sleep()
+        except BaseException:
+            with self._lock:
+                if waiter in self._waiting:
+                    self._waiting.remove(waiter)
+            if waiter.leads:
+                self._leader = threading.get_ident()
+                self._hand_over()
+            raise
+        if waiter.leads:
+            self._leader = threading.get_ident()
+            self._lead(waiter.ready)
+
+    def _lead(self, ready: Callable[[], bool]) -> None:
+        try:
+            while not ready() and not self.closed:
+                self._step()
+        finally:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Ends this thread's lead: does what is asked of the engine, and wakes one that has to wait on."""
+        while True:
+            self._answer_inbox()
+            with self._lock:
+                if self._inbox:
+                    continue
+                self._leader = None
+                if self.closed:
+                    self._leader = -1  # for good
+                    self._released.set()
+                    break
+                self._ring()
+                if self._waiting:
+                    waiter = self._waiting.pop(0)
+                    waiter.leads, self._leader = True, 0
+                    waiter.wake()
+                    return
+            if not self._inbox or not self._lock.acquire(blocking=False):
+                return
+            try:  # something came while the lock was held
+                if self._leader is not None:
+                    return
+                self._leader = threading.get_ident()
+            finally:
+                self._lock.release()
+        if self._close_here:
+            self._close_device()
+
+    def _step(self) -> None:
+        """One step of the engine, and its tokens to their calls."""
+        try:
+            self._answer_inbox()
+            for output in self.engine.step() if self.engine.has_work else ():
+                call = self._calls.get(output.request_id)
+                if call is not None:
+                    self._deliver(call, output)
+        except AotcError as error:
+            self._fail_all(error)
+        except BaseException:  # whatever a signal handler raises, anywhere
+            self._restart()
+            raise
+        with self._lock:
+            self._ring()
+
+    def _deliver(self, call: Call, output: TokenOutput) -> None:
+        call.take(output)
+        if call.finished:
+            if output.finish_reason is None:  # a stop string: the engine does not know yet
+                self.engine.cancel(output.request_id)
+            self._drop(call)
+        self._notify(call)
+
+    def _notify(self, call: Call) -> None:
+        if call.notify is not None:
+            try:
+                call.notify()
+            except RuntimeError:  # its event loop is closed
+                self._inbox.append((True, call))
+
+    def _drop(self, call: Call) -> None:
+        self._calls.pop(call.request.request_id, None)
+        self._unattended.discard(call)
+
+    def _end(self, call: Call, error: BaseException) -> None:
+        call.fail(error)
+        self._drop(call)
+        self._notify(call)
+
+    def _fail_all(self, error: BaseException) -> None:
+        """After a step that failed: whatever was computed in it is lost."""
+        for call in list(self._calls.values()):
+            self._end(call, copy.copy(error))  # an exception belongs to the thread that raises it
+        self._inbox.clear()
+        self.engine = self._make()
+
+    def _restart(self) -> None:
+        """After a step that was interrupted, nothing that the engine knows counts. Requests are computed again from
+        their prompts: what is drawn depends on seed and position alone."""
+        self.engine = self._make()
+        submitted = {c for cancelled, c in self._inbox if not cancelled}
+        for call in list(self._calls.values()):
+            if call.busy:
+                self._end(call, RequestError("the answer was lost when a step was interrupted: ask again"))
+            elif call not in submitted:
+                call.replayed = 0
+                self._inbox.appendleft((False, call))
+
+    def _answer_inbox(self) -> None:
+        while self._inbox:
+            cancelled, call = self._inbox.popleft()
+            name = call.request.request_id
+            if cancelled:
+                self.engine.cancel(name)
+                call.fail(RequestError("the request was cancelled"))
+                self._drop(call)
+            elif name in self._calls:
+                try:
+                    self.engine.submit(call.request)
+                except Exception as error:
+                    self._end(call, error)
+
+    def _ring(self) -> None:
+        """Wakes who has something to read. Under the lock."""
+        if self._waiting:
+            ready = [w for w in self._waiting if w.ready()]
+            for waiter in ready:
+                self._waiting.remove(waiter)
+                waiter.wake()
+
+    def close(self) -> None:
+        """Ends every call with RequestError and frees the device after the step that runs. May be called more than once."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            first, self.closed = not self.closed, True
+            for call in list(self._calls.values()):
+                self._end(call, RequestError("the model was closed while it answered"))
+            self._ring()
+            self._more.notify_all()
+            mine = self._leader is None
+            if mine:
+                self._leader = threading.get_ident()
+            elif self._leader == threading.get_ident():  # from a signal handler
+                self._close_here = first
+                return
+        if mine:
+            self._hand_over()
+        self._released.wait()
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+        if first:
+            self._close_device()
+
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._lead_unattended, name="aotc-engine", daemon=True)
+        thread.start()
+        self._thread = thread
+
+    def _lead_unattended(self) -> None:
+        """Waits for calls that no thread waits for, as one for all of them."""
+        at_exit = functools.partial(_stop, weakref.ref(self))
+        atexit.register(at_exit)
+        try:
+            while True:
+                with self._lock:
+                    if not self._unattended and not self.closed:
+                        self._more.wait(LINGER)
+                    if self.closed or not self._unattended:
+                        self._thread = None if not self.closed else self._thread
+                        return
+                try:
+                    self.wait(lambda: not self._unattended or self.closed)
+                except BaseException as error:
+                    for call in list(self._unattended):
+                        self._end(call, error)
+        finally:
+            atexit.unregister(at_exit)
+
+
+def _stop(ref: weakref.ref[SharedEngine]) -> None:
+    """The process ends: lets the step that runs come to its end, since nothing may run in a process that is taken down."""
+    shared = ref()
+    if shared is None:
+        return
+    thread = shared._thread
+    shared.closed = True
+    with shared._lock:
+        shared._more.notify_all()
+    if thread is not None:
+        thread.join(EXIT_GRACE)
+
