@@ -1,97 +1,48 @@
-"""A language model in this process: text in, text out, over the engine."""
+"""A language model in this process: text in, text out, over an engine that all threads share."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import operator
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from aotc.artifact.reader import Artifact
-from aotc.errors import ArtifactError, RequestError
-from aotc.runtime.detokenizer import Detokenizer, StopStrings
+from aotc.errors import ArtifactError, DeadlineExceeded, RequestError
+from aotc.runtime.async_stream import AsyncStream
+from aotc.runtime.detokenizer import Detokenizer
 from aotc.runtime.engine import Engine
 from aotc.runtime.executor import CacheOptions, Memory, open_executor
 from aotc.runtime.sampling import SamplingParams
-from aotc.runtime.sequence import Request, TokenOutput
+from aotc.runtime.sequence import Request
+from aotc.runtime.shared_engine import SharedEngine
+from aotc.runtime.text_stream import Call, Chunk, Completion, TextStream, Timings
 
 if TYPE_CHECKING:
     from aotc.runtime.chat_template import ChatTemplate
     from aotc.runtime.devices.opening import Opening
     from aotc.runtime.tokenizer import Tokenizer
 
+__all__ = ["LLM", "Chunk", "Completion", "TextStream", "Timings"]
 
-class Chunk(NamedTuple):
-    """A piece of an answer. `finish_reason` is set on the last one."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-
-
-@dataclass(frozen=True)
-class Timings:
-    """Seconds from submission: to the first token, to the end; and tokens a second after the first."""
-
-    first_token: float
-    total: float
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An answer. `logprobs` has one entry a token where asked for: (token id, log probability) pairs."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    timings: Timings
-    logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
-    prompt_token_ids: tuple[int, ...] = ()
-
-
-@dataclass(eq=False)
-class TextStream:
-    """Turns the tokens of one request into text: whole characters only, stop strings cut off.
-
-    A stop string counts when a token after the first `min_tokens` completes it, as with vLLM.
-    """
-
-    params: SamplingParams
-    detokenizer: Detokenizer
-    stops: StopStrings = field(init=False)
-    stop_reason: int | str | None = None
-    count: int = 0
-
-    def __post_init__(self) -> None:
-        self.stops = StopStrings(self.params.stop, self.params.include_stop_str_in_output)
-
-    def push(self, output: TokenOutput) -> Chunk:
-        """The text that this token makes final. A stop string ends the answer with reason stop."""
-        if output.finish_reason in ("error", "deadline"):  # no token
-            return Chunk(self.stops.flush(), (), output.finish_reason)
-        self.count += 1
-        may_stop = self.count > self.params.min_tokens
-        ended_by_id = output.finish_reason == "stop"
-        text = "" if ended_by_id else self.detokenizer.push(output.token_id)
-        text, stop = self.stops.push(text, may_stop)
-        if stop is not None:
-            self.stop_reason = stop
-            return Chunk(text, (output.token_id,), "stop")
-        if output.finish_reason is None:
-            return Chunk(text, (output.token_id,), None)
-        self.stop_reason = output.stop_reason
-        rest, stop = self.stops.push(self.detokenizer.flush(), may_stop)
-        text += rest
-        if stop is None:
-            text += self.stops.flush()
-        return Chunk(text, (output.token_id,), "stop" if stop else output.finish_reason)
+Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A loaded language model. Made by `aotc.load`; one thread at a time. A context manager that closes it."""
+    """A loaded language model. Made by `aotc.load`. A context manager that closes it.
+
+    Any thread may call it: what is asked at the same time is computed in the same steps. A lone caller steps the model
+    in its own thread; calls of asyncio run in a daemon thread, which ends with `close`. The process that loaded a model
+    is the only one that can use it.
+
+    Everywhere, `params` and `settings` (the fields of SamplingParams, which replace those of `params`) say how tokens are
+    chosen, and `deadline_ms` is how long the answer may take: one that is not whole by then ends, before the next step,
+    with DeadlineExceeded, which has the text so far.
+    """
 
     def __init__(
         self,
@@ -107,17 +58,17 @@ class LLM:
         self.artifact, self.model = artifact, artifact.manifest.model
         self._tokenizer: Tokenizer | None = None
         self._template: ChatTemplate | None = None
-        self._number = 0
+        self._numbers = itertools.count(1)
         begin = time.perf_counter()
         if opening is not None and artifact.has("tokenizer.json"):
             _ = self.tokenizer
         tokenizer = time.perf_counter() - begin
-        self._executor = open_executor(
+        self._executor = executor = open_executor(
             artifact, max_num_seqs, device, opening, CacheOptions(kv_layout, kv_cache_memory)
         )
-        self.startup = {"tokenizer": tokenizer, **self._executor.startup}
+        self.startup = {"tokenizer": tokenizer, **executor.startup}
         """Seconds of what was done while the GPU was opened and the weights came up: parts overlap."""
-        self.engine = Engine(self._executor, self.model.eos_token_ids)
+        self._shared = SharedEngine(lambda: Engine(executor, self.model.eos_token_ids), executor.close)
 
     def __enter__(self) -> LLM:
         return self
@@ -126,8 +77,14 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Frees all memory of the model, on either device. Calls raise RequestError afterwards."""
-        self._executor.close()
+        """Frees all memory of the model, on either device, after the step that runs. Calls that run in other threads and
+        tasks end with RequestError, as do later ones. In a forked process it does nothing."""
+        self._shared.close()
+
+    @property
+    def engine(self) -> Engine:
+        """What the calls of all threads share. It belongs to whoever steps it: look, and do not touch."""
+        return self._shared.engine
 
     @property
     def memory(self) -> Memory:
@@ -182,94 +139,140 @@ class LLM:
         return self._template.render(messages)
 
     def generate(
-        self, prompt: str | Sequence[int] | Sequence[str], params: SamplingParams | None = None, **settings: Any
+        self,
+        prompt: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        deadline_ms: float | None = None,
+        **settings: Any,
     ) -> Any:
-        """One Completion for a prompt (text or token ids), a list for a list of texts.
+        """One Completion for a prompt (text or token ids), a list of them for a list of prompts.
 
-        `settings` are fields of SamplingParams. Raises RequestError.
+        With a list, `params` and `seed` may be lists too, of one for each prompt, and `deadline_ms` is for all of it.
+        Raises RequestError, DeadlineExceeded, and DeviceError where the device fails.
         """
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            return self._generate([prompt], params, settings)[0]  # type: ignore[list-item]
-        return self._generate(list(prompt), params, settings)
+        prompts, alone = _prompts(prompt)
+        own = _params(params, settings, len(prompts), alone)
+        calls = [self._call(p, each, deadline_ms) for p, each in zip(prompts, own, strict=True)]
+        try:
+            for call in calls:
+                self._shared.submit(call)
+            self._shared.wait(lambda: all(c.finished for c in calls) or any(_failed(c) for c in calls))
+        finally:
+            for call in calls:
+                self._shared.cancel(call)
+        completions = _completions(calls)
+        return completions[0] if alone else completions
 
     def stream(
-        self, prompt: str | Sequence[int], params: SamplingParams | None = None, **settings: Any
+        self, prompt: Prompt, params: SamplingParams | None = None, *, deadline_ms: float | None = None, **settings: Any
     ) -> Iterator[Chunk]:
-        """Yields the answer piece by piece. Closing the iterator cancels the request."""
-        request, text = self._submit(prompt, params or SamplingParams(**settings))
+        """Yields the answer piece by piece; raises as `generate` does. The request starts with the first piece; closing
+        the iterator cancels it, and its slot and cache are free after the step that runs."""
+        (own,) = _params(params, settings, 1, True)
+        return self._stream(self._call(prompt, own, deadline_ms))
+
+    def _stream(self, call: Call) -> Iterator[Chunk]:
+        self._shared.submit(call)
         try:
-            finished = False
-            while not finished:
-                for output in self.engine.step():
-                    if output.request_id == request.request_id:
-                        chunk = text.push(output)
-                        finished = chunk.finish_reason is not None
-                        if chunk.text or chunk.token_ids or finished:
-                            yield chunk
-                        if finished:
-                            break
+            while True:
+                self._shared.wait(lambda: call.ready)
+                if not call.chunks:
+                    break
+                yield call.read()
+            if call.error is not None:
+                raise call.error
         finally:
-            self.engine.cancel(request.request_id)
+            self._shared.cancel(call)
 
-    def _submit(self, prompt: str | Sequence[int], params: SamplingParams) -> tuple[Request, TextStream]:
-        self._executor.require_open()
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
-        self._number += 1
-        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little") >> 1
-        request = Request(f"r{self._number}", tuple(ids), params, seed)
-        stream = TextStream(params, Detokenizer(self.tokenizer, params.skip_special_tokens))
-        self.engine.submit(request)
-        return request, stream
+    def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, deadline_ms: float | None = None, **settings: Any
+    ) -> AsyncStream:
+        """`stream` for asyncio: `async with llm.astream(...) as stream: async for chunk in stream: ...`.
 
-    def _generate(
-        self, prompts: list[Any], params: SamplingParams | None, settings: Mapping[str, Any]
-    ) -> list[Completion]:
+        The event loop never waits for the model. Leaving the block, or cancelling the task, cancels the request.
+        """
+        (own,) = _params(params, settings, 1, True)
+        return AsyncStream(self._shared, lambda: self._call(prompt, own, deadline_ms))
+
+    async def agenerate(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, deadline_ms: float | None = None, **settings: Any
+    ) -> Completion:
+        """`generate` of one prompt for asyncio; for more, `asyncio.gather`. Cancelling the task cancels the request."""
+        return await self.astream(prompt, params, deadline_ms=deadline_ms, **settings).whole()
+
+    def _call(self, prompt: Prompt, params: SamplingParams, deadline_ms: float | None) -> Call:
+        self._shared.require_open()
+        if deadline_ms is not None and not deadline_ms > 0:
+            raise RequestError(f"deadline_ms must be more than 0, got {deadline_ms}")
+        if params.n != 1:
+            raise RequestError(f"n is {params.n}: for several answers, give the prompt several times with a seed each")
         begin = time.perf_counter()
-        running: dict[str, _Running] = {}
-        try:
-            for prompt in prompts:
-                request, text = self._submit(prompt, params or SamplingParams(**settings))
-                running[request.request_id] = _Running(request, text)
-            while not all(r.finish_reason for r in running.values()):
-                for output in self.engine.step():
-                    item = running.get(output.request_id)
-                    if item is not None and item.finish_reason is None:
-                        item.take(output, time.perf_counter() - begin)
-                        if item.finish_reason:
-                            self.engine.cancel(output.request_id)
-        except BaseException:
-            for name in running:
-                self.engine.cancel(name)
-            raise
-        return [r.completion() for r in running.values()]
+        deadline = None if deadline_ms is None else time.monotonic() + deadline_ms / 1000
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        most = self.model.max_model_len
+        if len(ids) >= most:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens, the model was compiled for {most} with its answer: "
+                f"shorten it, or compile with a larger --max-model-len"
+            )
+        seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little") >> 1
+        request = Request(f"r{next(self._numbers)}", tuple(ids), params, seed, deadline=deadline)
+        return Call(request, TextStream(params, Detokenizer(self.tokenizer, params.skip_special_tokens)), begin=begin)
 
 
-@dataclass(eq=False)
-class _Running:
-    request: Request
-    stream: TextStream
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
-    finish_reason: str | None = None
-    first: float = 0.0
-    last: float = 0.0
+def _failed(call: Call) -> bool:
+    """Whether there is nothing more to wait for in a list of calls: all have the same deadline."""
+    return call.error is not None and not isinstance(call.error, DeadlineExceeded)
 
-    def take(self, output: TokenOutput, now: float) -> None:
-        chunk = self.stream.push(output)
-        self.first = self.first or now
-        self.last = now
-        self.text += chunk.text
-        self.tokens += chunk.token_ids
-        if output.logprobs:
-            self.logprobs.append(output.logprobs)
-        self.finish_reason = chunk.finish_reason
 
-    def completion(self) -> Completion:
-        if self.finish_reason == "error":
-            raise RequestError("the model gave no valid token (NaN logits, or every token was forbidden)")
-        rate = (len(self.tokens) - 1) / (self.last - self.first) if self.last > self.first else 0.0
-        return Completion(
-            self.text, tuple(self.tokens), str(self.finish_reason), Timings(self.first, self.last, rate),
-            tuple(self.logprobs), self.request.prompt_token_ids,
-        )  # fmt: skip
+def _completions(calls: list[Call]) -> list[Completion]:
+    """The answers. Raises the first error, and DeadlineExceeded with all answers where some are not whole."""
+    errors = [c.error for c in calls if c.error is not None]
+    for error in errors:
+        if not isinstance(error, DeadlineExceeded):
+            raise error
+    completions = [c.completion() for c in calls]
+    if errors:
+        late = errors[0]
+        assert isinstance(late, DeadlineExceeded)
+        late.completions = tuple(completions)
+        raise late
+    return completions
+
+
+def _is_id(value: Any) -> bool:
+    return hasattr(value, "__index__")
+
+
+def _prompts(prompt: Any) -> tuple[list[Any], bool]:
+    """(prompts, whether it was one alone). Raises RequestError for what is neither text nor token ids nor a list."""
+    if isinstance(prompt, str):
+        return [prompt], True
+    try:
+        items = list(prompt)
+    except TypeError:
+        raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}") from None
+    return ([items], True) if items and _is_id(items[0]) else (items, False)
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        return [operator.index(t) for t in prompt]
+    except TypeError:
+        raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}") from None
+
+
+def _params(params: Any, settings: dict[str, Any], count: int, alone: bool) -> list[SamplingParams]:
+    """The settings of each prompt: lists are of one for each."""
+    seeds = settings.pop("seed", None)
+    given = [params] * count if params is None or isinstance(params, SamplingParams) else list(params)
+    seeds = [seeds] * count if seeds is None or _is_id(seeds) or alone else list(seeds)
+    for name, values in (("params", given), ("seed", seeds)):
+        if len(values) != count:
+            raise RequestError(f"{name} has {len(values)} entries for {count} prompts: give one for each")
+    made = []
+    for own, seed in zip(given, seeds, strict=True):
+        changed = settings if seed is None else {**settings, "seed": seed}
+        made.append(SamplingParams(**changed) if own is None else replace(own, **changed) if changed else own)
+    return made

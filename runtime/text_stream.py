@@ -102,6 +102,8 @@ class Call:
     error: BaseException | None = None
     first: float = 0.0
     last: float = 0.0
+    read_text: str = ""  # what a stream gave to its reader
+    read_tokens: list[int] = field(default_factory=list)
     replayed: int = 0  # tokens that were drawn again after an interrupted step
     busy: bool = False
 
@@ -143,6 +145,13 @@ class Call:
                 self.chunks.append(chunk)
             self.finish_reason = chunk.finish_reason
         self.busy = False
+
+    def read(self) -> Chunk:
+        """Takes the next chunk."""
+        chunk = self.chunks.popleft()
+        self.read_text += chunk.text
+        self.read_tokens += chunk.token_ids
+        return chunk
 
     def fail(self, error: BaseException) -> None:
         if not self.finished:
