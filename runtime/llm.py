@@ -15,7 +15,7 @@ from aotc.artifact.reader import Artifact
 from aotc.errors import ArtifactError, DeadlineExceeded, RequestError
 from aotc.runtime.async_stream import AsyncStream
 from aotc.runtime.detokenizer import Detokenizer
-from aotc.runtime.engine import Engine
+from aotc.runtime.engine import Engine, Executor
 from aotc.runtime.executor import CacheOptions, Memory, open_executor
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import Request
@@ -68,7 +68,12 @@ class LLM:
         )
         self.startup = {"tokenizer": tokenizer, **executor.startup}
         """Seconds of what was done while the GPU was opened and the weights came up: parts overlap."""
-        self._shared = SharedEngine(lambda: Engine(executor, self.model.eos_token_ids), executor.close)
+        self._shared = SharedEngine(lambda: self._engine(executor), executor.close)
+
+    _clock = staticmethod(time.monotonic)
+
+    def _engine(self, executor: Executor) -> Engine:
+        return Engine(executor, self.model.eos_token_ids, clock=self._clock)
 
     def __enter__(self) -> LLM:
         return self
@@ -158,10 +163,10 @@ class LLM:
             for call in calls:
                 self._shared.submit(call)
             self._shared.wait(lambda: all(c.finished for c in calls) or any(_failed(c) for c in calls))
+            completions = _completions(calls)
         finally:
             for call in calls:
                 self._shared.cancel(call)
-        completions = _completions(calls)
         return completions[0] if alone else completions
 
     def stream(
@@ -208,7 +213,7 @@ class LLM:
         if params.n != 1:
             raise RequestError(f"n is {params.n}: for several answers, give the prompt several times with a seed each")
         begin = time.perf_counter()
-        deadline = None if deadline_ms is None else time.monotonic() + deadline_ms / 1000
+        deadline = None if deadline_ms is None else self._clock() + deadline_ms / 1000
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         most = self.model.max_model_len
         if len(ids) >= most:
