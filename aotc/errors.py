@@ -39,13 +39,15 @@ class OverloadedError(RequestError):
 
 
 class DeadlineExceeded(AotcError):
-    """An answer was not whole when its time was over: `text` and `token_ids` are what there was of it.
+    """A call was not done when its time was over. A tensor model did not begin it.
 
-    Of a list of prompts, `completions` has all of them, those that were cut short with `finish_reason` deadline; `text`
-    and `token_ids` are the first of these.
+    Of a language model's answer, `text` and `token_ids` are what there was of it. Of a list of prompts, `completions` has
+    all answers, those that were cut short with `finish_reason` deadline, and `text` and `token_ids` are the first of these.
     """
 
-    def __init__(self, message: str, text: str, token_ids: Iterable[int], completions: Iterable[Any] = ()) -> None:
+    def __init__(
+        self, message: str, text: str = "", token_ids: Iterable[int] = (), completions: Iterable[Any] = ()
+    ) -> None:
         super().__init__(message)
         self.text, self.token_ids, self.completions = text, tuple(token_ids), tuple(completions)
 
@@ -65,7 +67,3 @@ class DeviceLostError(DeviceError):
 
 class CompilerError(AotcError):
     """A kernel failed to build, or no compiler was found."""
-
-
-class DeadlineExceeded(AotcError):
-    """A request was dropped, not computed: its deadline passed while others ran."""

@@ -218,7 +218,7 @@ class LLM:
         most = self.model.max_model_len
         if len(ids) >= most:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens, the model was compiled for {most} with its answer: "
+                f"the prompt has {len(ids)} tokens; the model was compiled for {most} with its answer: "
                 f"shorten it, or compile with a larger --max-model-len"
             )
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little") >> 1

@@ -106,7 +106,7 @@ def test_lazy_names() -> None:
     from aotc import errors
 
     assert aotc.ArtifactError is errors.ArtifactError
-    public = {name for name, kind in vars(errors).items() if isinstance(kind, type)}
-    assert public == {name for name in aotc.__all__ if name.endswith("Error")}
+    public = {name for name, kind in vars(errors).items() if isinstance(kind, type) and kind.__module__ == errors.__name__}
+    assert public == {name for name in aotc.__all__ if isinstance(getattr(aotc, name), type)}
     with pytest.raises(AttributeError, match="nonsense"):
         _ = aotc.nonsense

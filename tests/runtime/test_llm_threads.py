@@ -132,7 +132,7 @@ def test_lists_of_params_and_seeds(fake_llm):  # noqa: F811
         (7, {}, "^a prompt is text or token ids, got int$"),
         ([[1.5]], {}, "^a prompt is text or token ids, got list$"),
         ([1], {"deadline_ms": 0}, "^deadline_ms must be more than 0, got 0$"),
-        ([1] * 100, {}, "^the prompt has 100 tokens, the model was compiled for 100 with its answer: "
+        ([1] * 100, {}, "^the prompt has 100 tokens; the model was compiled for 100 with its answer: "
                         "shorten it, or compile with a larger --max-model-len$"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match=message):
