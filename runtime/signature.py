@@ -17,7 +17,7 @@ DTYPES = {
 }  # fmt: skip
 """numpy types of elements; bf16 has none of numpy's own and travels as its bits."""
 
-_KNOWN = 4096  # sets of shapes that are remembered: more of them, and the memory begins anew
+REMEMBERED = 4096  # sets of shapes that are remembered: more of them, and the memory begins anew
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Signature:
         for tensor, array in zip(self.inputs, given, strict=True):
             said.append((array.shape, tensor.dtype if array.dtype == DTYPES[tensor.dtype] else str(array.dtype)))
         shapes = self.shapes(said)
-        if len(self._known) >= _KNOWN:
+        if len(self._known) >= REMEMBERED:
             self._known.clear()
         self._known[key] = shapes
         return shapes

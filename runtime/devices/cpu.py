@@ -52,6 +52,14 @@ def allocate(nbytes: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
 
 
+def address_of(array: np.ndarray) -> int:
+    """Where a contiguous array begins: `array.ctypes.data`, in a quarter of its time."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))
+    except (TypeError, ValueError):  # read-only, or of no bytes
+        return array.ctypes.data
+
+
 class CpuLibrary:
     """A target's kernels. Loading one runs native code of the artifact: its hash was checked before."""
 
@@ -68,11 +76,14 @@ class CpuLibrary:
         if self._dll.aotc_prepare():
             raise DeviceError("Linux does not let this process use AMX tiles: compile with --arch x86-64-v4-bf16")
         self._dll.aotc_pool_create.restype = ctypes.c_void_p
-        self.run = self._dll.aotc_run
-        self.run.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64] + [
+        arguments = [ctypes.c_void_p] * 2 + [ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64] + [
             ctypes.c_void_p] * 5 + [ctypes.c_int64, ctypes.c_void_p]  # fmt: skip
-        self.run.restype = None
+        self.run = self._dll.aotc_run
+        self.run.argtypes, self.run.restype = arguments, None
+        self.run_short = ctypes.PYFUNCTYPE(None, *arguments)(self.address("aotc_run"))
+        """The same, and Python's lock is kept: to get it back from a busy thread can take 5 ms."""
         self.pool = self._shared_pool()
+        self.alone = self._dll.aotc_pool_create(1)  # of the calling thread
         self.scratch_bytes = scratch_bytes
         self.scratch = allocate(scratch_bytes * thread_count())
 
@@ -110,12 +121,15 @@ class CpuProgram:
         arrays = (self._steps, self._specs, self._resolved, self._kernels, self._bases, self._dims, library.scratch)
         steps_, specs_, *rest = (ctypes.c_void_p(a.ctypes.data) for a in arrays)
         arguments = (
-            ctypes.c_void_p(library.pool), steps_, ctypes.c_int64(len(self._steps)), specs_,
-            ctypes.c_int64(len(self._specs)), *rest, ctypes.c_int64(library.scratch_bytes),
+            steps_, ctypes.c_int64(len(self._steps)), specs_, ctypes.c_int64(len(self._specs)), *rest,
+            ctypes.c_int64(library.scratch_bytes),
         )  # fmt: skip
-        self._timed = functools.partial(library.run, *arguments)
+        self._timed = functools.partial(library.run, ctypes.c_void_p(library.pool), *arguments)
         self.call: Callable[[], None] = functools.partial(self._timed, ctypes.c_void_p(None))
-        """One run at the addresses and dims that are set: converts no argument and makes no object."""
+        """One run at the addresses and dims that are set: converts no argument and makes no array."""
+        alone = ctypes.c_void_p(library.alone)
+        self.call_alone: Callable[[], None] = functools.partial(library.run_short, alone, *arguments, ctypes.c_void_p(None))
+        """The same by the calling thread alone, for runs that are over before others would have woken up."""
 
     def bind(self, kind: str, name: str, address: int) -> None:
         """Sets the base address of a space; unknown names are refused with KeyError."""

@@ -53,7 +53,7 @@ def test_what_is_refused_is_not_remembered(model):
 
 
 def test_memory_of_shapes_is_bounded(model, monkeypatch):
-    monkeypatch.setattr(signature, "_KNOWN", 3)
+    monkeypatch.setattr(signature, "REMEMBERED", 3)
     for time in range(1, 9):
         model(**given(1, time))
         assert len(model._signature._known) <= 3
