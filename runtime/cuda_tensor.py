@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
 from aotc.runtime.devices.cuda_weights import CudaWeights
 from aotc.runtime.memory import dims_bytes, tensor_memory, tensor_places
+from aotc.runtime.session import Slots
 
 _SMALL = 64 << 10  # bytes of a block that goes up in one copy, gaps and all: a copy costs more than they do
 
@@ -66,19 +67,26 @@ class CudaTensorProgram:
         """The program, with some spaces elsewhere."""
         return CudaProgram(self.plan, device, self._kernels, {**self._bases, **places}, self._weights.address)
 
-    def run(self, given: list[np.ndarray], dims: tuple[int, ...], results: list[np.ndarray]) -> None:
-        """Fills `results`. Raises DeviceLostError where the GPU fails; nothing runs afterwards."""
+    def run(
+        self, given: Sequence[np.ndarray | None], dims: tuple[int, ...], results: Sequence[np.ndarray | None],
+        program: CudaProgram | None = None,
+    ) -> None:  # fmt: skip
+        """Fills `results`; None is in its place on the GPU. Raises DeviceLostError where the GPU fails; nothing runs
+        afterwards."""
         used = 4 * len(self._order)
         self._host_inputs[:used].view(np.int32)[:] = [dims[n] for n in self._order]
         parts = [self._host_inputs[: max(used, 4)]]
         for at, array in zip(self._begins, given, strict=True):
+            if array is None:
+                continue
             part = self._host_inputs[at : at + array.nbytes]
             part[:] = array.reshape(-1).view(np.uint8)
             parts.append(part)
         if self._host_inputs.nbytes <= _SMALL:
             parts = [self._host_inputs]
-        self._guarded(lambda: self._exchange(parts, results))
-        for at, array in zip(self._ends, results, strict=True):
+        back = [(self._ends[n], array) for n, array in enumerate(results) if array is not None]
+        self._guarded(lambda: self._exchange(parts, back, program or self._program))
+        for at, array in back:
             array.reshape(-1).view(np.uint8)[:] = self._host_outputs[at : at + array.nbytes]
 
     def _guarded(self, work: Callable[[], None]) -> None:
@@ -91,18 +99,24 @@ class CudaTensorProgram:
         except DeviceError as error:
             raise device.fail(self.plan.program, error) from None
 
-    def _exchange(self, parts: list[np.ndarray], results: list[np.ndarray]) -> None:
+    def _exchange(self, parts: list[np.ndarray], back: list[tuple[int, np.ndarray]], program: CudaProgram) -> None:
         device = self.device
         self._follow(device.stream)
         first = self._host_inputs.ctypes.data
         for part in parts:
             if part.nbytes:
                 device.upload(self._inputs + part.ctypes.data - first, part)
-        self._program.launch()
-        for at, array in zip(self._ends, results, strict=True):
+        program.launch()
+        for at, array in back:
             if array.nbytes:
                 device.download(self._host_outputs[at : at + array.nbytes], self._outputs + at)
         device.synchronize()
+
+    def _copy(self, copy: Callable[[], None], part: np.ndarray) -> None:
+        """A copy that has ended afterwards."""
+        if part.nbytes:
+            copy()
+        self.device.synchronize()
 
     def _follow(self, stream: Any) -> None:
         """What goes into the stream from now on runs after what was left running in another."""
@@ -157,9 +171,57 @@ class CudaTensorProgram:
         self._wait()
         scope.release()
 
+    def feedback(self, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> CudaFeedback:
+        """States in memory of the GPU."""
+        self.device.enter()
+        return CudaFeedback(self, inputs, outputs, like)
+
     def close(self) -> None:
         if self._pending is not None and self.device.failure is None:
             self.device.enter()
             self._wait()
         self._host_inputs = self._host_outputs = np.zeros(0, np.uint8)
         self.device.close()
+
+
+class CudaFeedback:
+    """States of a session: two places on the GPU for each, and graphs for both directions."""
+
+    def __init__(self, owner: CudaTensorProgram, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> None:
+        self._owner, self._inputs, self._outputs, self._like = owner, inputs, outputs, like
+        self._scope = owner.device.scope()
+        self._turn = 0  # which of both places the next run reads
+        try:
+            self._places = [[self._scope.allocate(max(a.nbytes, 1)) for a in like] for _ in range(2)]
+            self._programs = [self._make(*turn) for turn in (self._places, self._places[::-1])]
+            owner.device.synchronize()
+        except BaseException:
+            self._scope.release()
+            raise
+
+    def _make(self, now: list[int], following: list[int]) -> CudaProgram:
+        plan = self._owner.plan
+        names = [plan.inputs[n].name for n in self._inputs], [plan.outputs[n].name for n in self._outputs]
+        places = zip((*names[0], *names[1]), (*now, *following), strict=True)
+        return self._owner._make(self._scope, dict(places))
+
+    def run(self, given: Slots, dims: tuple[int, ...], results: Slots) -> None:
+        self._owner.run(given, dims, results, self._programs[self._turn])
+        self._turn = 1 - self._turn
+
+    def write(self, state: int, array: np.ndarray) -> None:
+        owner, at = self._owner, self._owner._begins[self._inputs[state]]
+        part = owner._host_inputs[at : at + array.nbytes]
+        part[:] = array.reshape(-1).view(np.uint8)
+        owner._guarded(lambda: owner._copy(lambda: owner.device.upload(self._places[self._turn][state], part), part))
+
+    def read(self, state: int) -> np.ndarray:
+        owner, array = self._owner, np.empty_like(self._like[state])
+        at = owner._ends[self._outputs[state]]
+        part = owner._host_outputs[at : at + array.nbytes]
+        owner._guarded(lambda: owner._copy(lambda: owner.device.download(part, self._places[self._turn][state]), part))
+        array.reshape(-1).view(np.uint8)[:] = part
+        return array
+
+    def release(self) -> None:
+        self._owner._release(self._scope)

@@ -64,15 +64,33 @@ class Signature:
         dims: dict[str, int] = {}
         for tensor, (shape, dtype) in zip(self.inputs, inputs, strict=True):
             _fit(tensor, shape, dtype, dims)
-        for d in self._dims:
-            if not d.lo <= dims.setdefault(d.name, d.lo) <= d.hi:
-                raise RequestError(f"dim {d.name} is {dims[d.name]}: the model was compiled for {d.lo} to {d.hi}")
+        self._bound(dims)
         for tensor, (shape, _) in zip(self.inputs, inputs, strict=True):
             expected = shape_of(tensor, dims)
             if shape != expected:
                 raise RequestError(f"input {tensor.name} has shape {shape}, not {expected}")
         outputs = tuple((shape_of(t, dims), np.dtype(DTYPES[t.dtype])) for t in self.outputs)
         return Shapes(tuple(dims[d.name] for d in self._dims), outputs)
+
+    def guess(self, arrays: dict[str, Any], missing: list[str]) -> dict[str, tuple[int, ...]]:
+        """Shapes of inputs that are not all there, by the dims that the others tell; a dim that none tells has its lower
+        bound. Raises RequestError where the others do not fit."""
+        given = set(arrays)
+        if given | set(missing) != self._set:
+            self._refuse_names({**arrays, **dict.fromkeys(missing)})
+        dims: dict[str, int] = {}
+        for tensor in self.inputs:
+            if tensor.name in given:
+                array = np.asarray(arrays[tensor.name])
+                _fit(tensor, array.shape, tensor.dtype if array.dtype == DTYPES[tensor.dtype] else str(array.dtype), dims)
+        self._bound(dims)
+        return {t.name: shape_of(t, dims) for t in self.inputs if t.name in missing}
+
+    def _bound(self, dims: dict[str, int]) -> None:
+        """Gives dims that nobody told their lower bound."""
+        for d in self._dims:
+            if not d.lo <= dims.setdefault(d.name, d.lo) <= d.hi:
+                raise RequestError(f"dim {d.name} is {dims[d.name]}: the model was compiled for {d.lo} to {d.hi}")
 
     def _learn(self, key: tuple[Any, ...], given: list[np.ndarray]) -> Shapes:
         said = []

@@ -20,6 +20,7 @@ from aotc.runtime.devices.cpu import CpuLibrary, CpuProgram, address_of, allocat
 from aotc.runtime.devices.opening import choose_device
 from aotc.runtime.gate import Gate
 from aotc.runtime.memory import Memory, weight_bytes
+from aotc.runtime.session import Feedback, HostFeedback, Session
 from aotc.runtime.signature import REMEMBERED, Shapes, Signature
 
 if TYPE_CHECKING:
@@ -49,6 +50,10 @@ class TensorProgram(Protocol):
 
     def stream_for(self, stream: int | None) -> int | None:
         """The stream in which a binding will use its arrays."""
+        ...
+
+    def feedback(self, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> Feedback:
+        """Memory for states: inputs and outputs by number, of the shapes and types of `like`."""
         ...
 
     def close(self) -> None: ...
@@ -102,6 +107,9 @@ class CpuTensorProgram:
 
     def stream_for(self, stream: int | None) -> int | None:
         return None
+
+    def feedback(self, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> Feedback:
+        return HostFeedback(self, inputs, outputs, like)
 
     def close(self) -> None:
         self._weights = self._arena = np.zeros(0, np.uint8)
@@ -193,6 +201,13 @@ class TensorModel:
         ended when the call returns. Raises RequestError naming the array that does not fit.
         """
         return bind(self._program, self._signature, self._gate, arrays, stream)
+
+    def session(self, state: dict[str, str], initial: dict[str, Any] | None = None) -> Session:
+        """Calls that keep a state: `state` has names of inputs and of the outputs that are fed back into them at the next
+        call; `initial` what they begin with (zeros, where nothing is said). Raises RequestError for what does not fit.
+        """
+        self._gate.check()
+        return Session(self._program, self._signature, self._gate, state, initial)
 
     def submit(self, *, deadline_ms: float | None = None, **arrays: Any) -> asyncio.Future[dict[str, np.ndarray]]:
         """For an event loop: `await` it for what a call gives, computed together with requests of others. Rows of all
