@@ -30,6 +30,7 @@ from aotc.passes import (
     layout_kv,
     lower,
     pack_weights,
+    spell_out,
     split_weights,
 )
 from aotc.passes.fuse import PACKED
@@ -145,7 +146,11 @@ def make_program(graph: Graph, templates: Templates = PACKED) -> Program:
     def fuse_for_target(g: Graph) -> Graph:
         return fuse(g, templates)
 
-    program = lower(run_passes(graph, (canonicalize, defer_norms_for_target, fuse_for_target), graph.name))
+    def spell_out_for_target(g: Graph) -> Graph:
+        return spell_out(g, templates.whole)
+
+    passes = (spell_out_for_target, canonicalize, defer_norms_for_target, fuse_for_target)
+    program = lower(run_passes(graph, passes, graph.name))
     for function in PROGRAM_PASSES:
         program = function(program)
     return program
@@ -211,6 +216,13 @@ def _write_weights(
 
 
 def _model_entry(model: Model, options: Options) -> ModelEntry:
+    parameters = sum(math.prod(w.value.type.shape) for w in model.graph.weights)  # type: ignore[arg-type]
+    if model.encoder is not None:
+        c, batch = model.encoder.config, next(d.hi for d in model.graph.dims if d.name == "batch")
+        return ModelEntry(
+            model.name, model.kind, model.dtype, c.family, c.vocab_size, model.max_model_len, c.num_hidden_layers, batch,
+            parameters=parameters, pooling=c.pooling, normalize=c.normalize,
+        )  # fmt: skip
     if model.config is None:
         return ModelEntry(model.name, model.kind, "")
     c = model.config
@@ -218,8 +230,7 @@ def _model_entry(model: Model, options: Options) -> ModelEntry:
     return ModelEntry(
         model.name, model.kind, dtype, c.family, c.vocab_size, model.max_model_len, c.num_hidden_layers,
         max(options.decode_buckets), max(options.extend_buckets), c.eos_token_ids,
-        parameters=sum(math.prod(w.value.type.shape) for w in model.graph.weights),  # type: ignore[arg-type]
-        batch_invariant=options.batch_invariant,
+        parameters=parameters, batch_invariant=options.batch_invariant,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What a decoder-only model is: the numbers that its families differ in."""
+"""What a model is: the numbers that its families differ in."""
 
 from __future__ import annotations
 
@@ -44,3 +44,30 @@ class DecoderConfig:
     sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+
+ENCODERS = ("bert",)
+POOLINGS = ("mean", "cls", "max", "mean_sqrt_len")
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """A text encoder and what makes a vector of its last hidden states. `activation` is gelu, gelu_tanh or relu.
+
+    `pooling` is one of POOLINGS: the mean of a sequence's own tokens, the first one, the largest of each number, or the
+    sum over the square root of their count. `normalize` makes the vector one of length 1.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    max_position_embeddings: int
+    type_vocab_size: int
+    layer_norm_eps: float
+    activation: str
+    dtype: str
+    pooling: str = "mean"
+    normalize: bool = False

@@ -1,4 +1,4 @@
-"""Custom ops that decoder models call and the front end maps one to one to the IR. They trace, they do not run."""
+"""Custom ops that models call and the front end maps one to one to the IR. They trace, they do not run."""
 
 from __future__ import annotations
 
@@ -45,3 +45,14 @@ def last_rows(x: Tensor, query_start: Tensor) -> Tensor:
 @last_rows.register_fake
 def _(x: Tensor, query_start: Tensor) -> Tensor:
     return x.new_empty((query_start.shape[0] - 1, *x.shape[1:]))
+
+
+@torch.library.custom_op("aotc::self_attention", mutates_args=())
+def self_attention(qkv: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Each token of qkv [batch, length, 3, heads, d] over all of its sequence. See `aotc.ir.ops.encoder`."""
+    raise _traced_only("self_attention")
+
+
+@self_attention.register_fake
+def _(qkv: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    return qkv.new_empty((*qkv.shape[:2], *qkv.shape[3:]))

@@ -12,6 +12,7 @@ from aotc.passes.pack_weights import pack_weights
 from aotc.passes.place_barriers import place_barriers
 from aotc.passes.plan_memory import plan_memory
 from aotc.passes.raise_composites import raise_composites
+from aotc.passes.spell_out import spell_out
 from aotc.passes.split_weights import cone, split_weights
 
 MODEL_PASSES = (canonicalize, raise_composites, canonicalize, merge_dots, canonicalize)
@@ -28,5 +29,5 @@ PACKINGS = {
 
 __all__ = [
     "MODEL_PASSES", "PACKINGS", "PROGRAM_PASSES", "KVLayout", "canonicalize", "cone", "defer_norms", "fuse", "layout_kv", "lower",
-    "merge_dots", "pack_weights", "place_barriers", "plan_memory", "raise_composites", "split_weights",
+    "merge_dots", "pack_weights", "place_barriers", "plan_memory", "raise_composites", "spell_out", "split_weights",
 ]  # fmt: skip

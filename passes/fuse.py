@@ -1,7 +1,7 @@
 """Groups nodes into fusions: each becomes one kernel of a template family.
 
 Families: `matmul` (a linear layer and its elementwise epilogue), `kv_append`, `attention`, `attention_decode` (both of
-them for one token a row), `sample`, and `loops` for everything that a loop nest computes: elementwise work, views,
+them for one token a row), `self_attention`, `sample`, and `loops` for everything that a loop nest computes: elementwise work, views,
 gathers, reductions and what follows them.
 """
 
@@ -23,7 +23,7 @@ MOVES = VIEWS | {"gather", "gather_elements", "last_rows", "pad", "concatenate"}
 REDUCING = {"reduce", "arg_reduce", "reduce_window", "rms_norm", "layer_norm", "softmax", "dot_general", "convolution"}
 CHEAP = {"convert", "add", "multiply", "subtract", "select", "negate", "maximum", "minimum"}
 """Worth computing again in each pass of a normalisation."""
-WHOLE = {"kv_append", "attention", "sample", "scan", "sort", "top_k"}
+WHOLE = {"kv_append", "attention", "self_attention", "sample", "scan", "sort", "top_k"}
 """Ops with a template of their own. Producers of k and v go into kv_append."""
 
 
@@ -42,7 +42,7 @@ def is_packed_linear(node: Node) -> bool:
     return is_linear(node) and node.inputs[1].type.packing is not None
 
 
-PACKED = Templates(is_packed_linear)
+PACKED = Templates(is_packed_linear, whole=frozenset({"self_attention"}))
 
 
 def fuse(graph: Graph, templates: Templates = PACKED) -> Graph:

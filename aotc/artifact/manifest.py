@@ -97,7 +97,8 @@ class TargetEntry(_Struct, frozen=True):
 
 
 class Model(_Struct, frozen=True):
-    """What the model is. The later fields are for LLMs."""
+    """What the model is: `kind` is llm, embedding or tensor. The later fields are for LLMs, and as far as they mean
+    something for text encoders, whose `pooling` is one of `aotc.models.config.POOLINGS`."""
 
     name: str
     kind: str
@@ -111,6 +112,8 @@ class Model(_Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     parameters: int = 0
     batch_invariant: bool = False  # what a row of a decode step gets does not depend on how many there are
+    pooling: str = ""
+    normalize: bool = False  # embeddings have length 1
 
 
 class Manifest(_Struct, frozen=True):

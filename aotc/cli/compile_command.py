@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """What says which programs a model becomes."""
     parser.add_argument("model", metavar="MODEL", help=".gguf file, Hugging Face folder, hub id or .onnx file")
     parser.add_argument("--dtype", choices=["bf16", "f16", "f32", "auto"], default="auto",
-                        help="type of a language model; auto: the checkpoint's, f32 becomes bf16")  # fmt: skip
+                        help="type of a model; auto: the checkpoint's, of which f32 becomes bf16 in language models")  # fmt: skip
     parser.add_argument(
         "--max-model-len", type=int, metavar="N", help="most tokens of a sequence (model's, at most 8192)"
     )
@@ -143,6 +144,9 @@ def open_model(options: argparse.Namespace):
 
         return open_onnx(options.model, parse_dims(options.dim)), Options()
     _refuse(options, "a language model", dim=[])
+    encoder = _encoder_folder(options)
+    if encoder is not None:
+        return _open_encoder(options, encoder), Options()
     from aotc.frontend.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(options.model, revision=options.revision, weights=options.weights)
@@ -158,6 +162,33 @@ def open_model(options: argparse.Namespace):
         print("the checkpoint is f32 or quantised: compiling as bf16 (--dtype f32 keeps f32)", file=sys.stderr)
     made = replace(buckets(rows, tokens, _layouts(options)), batch_invariant=options.batch_invariant)
     return trace_decoder(checkpoint, dtype, length), made
+
+
+def _encoder_folder(options: argparse.Namespace) -> Path | None:
+    """The folder of a text encoder, where the model is one. Raises SourceError for a hub id that cannot be had."""
+    from aotc.frontend.encoder_checkpoint import is_encoder
+    from aotc.frontend.huggingface import find_in_hub
+
+    path = Path(options.model)
+    if path.is_file() or (not path.exists() and path.suffix == ".gguf"):
+        return None
+    folder = path if path.is_dir() else find_in_hub(options.model, options.revision, weights=options.weights is None)
+    return folder if is_encoder(folder) else None
+
+
+def _open_encoder(options: argparse.Namespace, folder: Path) -> Model:
+    """A text encoder, traced. It keeps the checkpoint's dtype unless another one is asked for."""
+    _refuse(options, "a text encoder", kv_layout="both", kv_page_size=64, batch_invariant=False,
+            max_num_batched_tokens=2048)  # fmt: skip
+    from aotc.frontend.encoder import MAX_BATCH, trace_encoder
+    from aotc.frontend.encoder_checkpoint import open_encoder, random_encoder
+
+    spec = options.weights
+    checkpoint = open_encoder(folder) if spec is None else random_encoder(open_encoder(folder, random=True), spec)
+    config = checkpoint.config
+    length = _between(options, "max_model_len", config.max_position_embeddings, checkpoint.max_length, least=3)
+    batch = _between(options, "max_num_seqs", MAX_BATCH, 64)
+    return trace_encoder(checkpoint, config.dtype if options.dtype == "auto" else options.dtype, batch, length)
 
 
 def _layouts(options: argparse.Namespace) -> tuple[KVLayout, ...]:
@@ -215,6 +246,8 @@ def parse_dims(items: list[str]) -> dict[str, tuple[int, int]]:
 
 
 def _add_text_files(model: Model, writer) -> None:
+    if model.encoder is not None:
+        writer.add_file("tokenizer.json", model.encoder.tokenizer_json)
     checkpoint = model.checkpoint
     if checkpoint is None:
         return

@@ -18,6 +18,7 @@ from aotc.ir.ops.contraction import (
 )  # fmt: skip
 from aotc.ir.ops.decoder import AttentionAttrs, KVAttrs
 from aotc.ir.ops.elementwise import CompareAttrs
+from aotc.ir.ops.encoder import SelfAttentionAttrs
 from aotc.ir.ops.shape import (
     AxesAttrs,
     AxisAttrs,
@@ -238,6 +239,10 @@ def _attention(b: Importer, *args: Any) -> Value:
     return b.emit("attention", *tensors, attrs=AttentionAttrs(scale=scale, window=window or None))
 
 
+def _self_attention(b: Importer, qkv: Value, lengths: Value, scale: float) -> Value:
+    return b.emit("self_attention", qkv, lengths, attrs=SelfAttentionAttrs(scale))
+
+
 def _last_rows(b: Importer, x: Value, query_start: Value) -> Value:
     return b.emit("last_rows", x, query_start)
 
@@ -253,4 +258,5 @@ ROWS: dict[str, Row] = {
     "aten.linear.default": _linear, "aten.addmm.default": _addmm, "aten.convolution.default": _convolution,
     "aten.scaled_dot_product_attention.default": _sdpa,
     "aotc.kv_append.default": _kv_append, "aotc.attention.default": _attention, "aotc.last_rows.default": _last_rows,
+    "aotc.self_attention.default": _self_attention,
 }  # fmt: skip

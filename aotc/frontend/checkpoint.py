@@ -115,23 +115,23 @@ def check_config(config: DecoderConfig, where: str = "the config") -> DecoderCon
     if config.dtype not in WEIGHT_DTYPES:
         raise fault("dtype", f"one of {', '.join(WEIGHT_DTYPES)}")
     for name, most in _MOST.items():
-        if not _is_whole(getattr(config, name), 1, most):
+        if not is_whole(getattr(config, name), 1, most):
             raise fault(name, f"a whole number between 1 and {most}")
     if config.num_attention_heads % config.num_key_value_heads:
         raise fault("num_attention_heads", f"a multiple of num_key_value_heads ({config.num_key_value_heads})")
     if config.head_dim % 2:
         raise fault("head_dim", "even, as rotary embeddings need it")
-    if not _is_real(config.rms_norm_eps, 0, 1):
+    if not is_real(config.rms_norm_eps, 0, 1):
         raise fault("rms_norm_eps", "between 0 and 1")
-    if not _is_real(config.rope_theta, 1, 1e12):
+    if not is_real(config.rope_theta, 1, 1e12):
         raise fault("rope_theta", "between 1 and 1e12")
     for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "qk_norm"):
         if type(getattr(config, name)) is not bool:
             raise fault(name, "true or false")
-    if config.sliding_window is not None and not _is_whole(config.sliding_window, 1, 1 << 27):
+    if config.sliding_window is not None and not is_whole(config.sliding_window, 1, 1 << 27):
         raise fault("sliding_window", "a positive whole number")
     for name, ids in (("bos_token_id", (config.bos_token_id,)), ("eos_token_ids", config.eos_token_ids)):
-        if not all(_is_whole(i, 0, config.vocab_size - 1) or (i is None and name == "bos_token_id") for i in ids):
+        if not all(is_whole(i, 0, config.vocab_size - 1) or (i is None and name == "bos_token_id") for i in ids):
             raise fault(name, f"below the vocabulary's size ({config.vocab_size})")
     _check_rope(config.rope_scaling, where)
     return config
@@ -141,22 +141,22 @@ def _check_rope(scaling: Llama3Rope | float | None, where: str) -> None:
     if scaling is None:
         return
     factor = scaling.factor if isinstance(scaling, Llama3Rope) else scaling
-    if not _is_real(factor, 0, 1e6):
+    if not is_real(factor, 0, 1e6):
         raise SourceError(f"{where}: rope is scaled by {shown(factor)}, which is not between 0 and 1e6")
     if isinstance(scaling, Llama3Rope):
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        if not (_is_real(low, 0, 1e6) and _is_real(high, 0, 1e6) and low < high):
+        if not (is_real(low, 0, 1e6) and is_real(high, 0, 1e6) and low < high):
             raise SourceError(f"{where}: rope has low_freq_factor {shown(low)} and high_freq_factor {shown(high)}")
-        if not _is_whole(scaling.original_max_position_embeddings, 1, 1 << 27):
+        if not is_whole(scaling.original_max_position_embeddings, 1, 1 << 27):
             length = shown(scaling.original_max_position_embeddings)
             raise SourceError(f"{where}: rope has original_max_position_embeddings {length}")
 
 
-def _is_whole(value: object, least: int, most: int) -> bool:
+def is_whole(value: object, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
 
 
-def _is_real(value: object, above: float, most: float) -> bool:
+def is_real(value: object, above: float, most: float) -> bool:
     return type(value) in (int, float) and math.isfinite(value) and above < value <= most  # type: ignore[arg-type,operator]
 
 
@@ -223,5 +223,6 @@ def shown(value: object) -> str:
 
 __all__ = [
     "FAMILIES", "Checkpoint", "DecoderConfig", "Llama3Rope", "TensorInfo", "WeightSource", "check_config",
-    "check_weights", "generation_config", "open_checkpoint", "shown", "unknown_family", "weight_shapes",
+    "check_weights", "generation_config", "is_real", "is_whole", "open_checkpoint", "shown",
+    "unknown_family", "weight_shapes",
 ]  # fmt: skip

@@ -42,22 +42,22 @@ def open_folder(folder: Path, *, random: bool = False) -> Checkpoint:
         hint = f"give a file in it ({shown(ggufs[0])})" if ggufs else "give the folder of a Hugging Face checkpoint"
         raise SourceError(f"{folder} has no config.json: {hint}")
     raw = parse_json(read_bytes(config_path), str(config_path))
-    generation = _json(folder, "generation_config.json")
-    weights = None if random else _weights(folder)
+    generation = read_json(folder, "generation_config.json")
+    weights = None if random else read_weights(folder)
     config = read_config(raw, generation, str(config_path), _stored_dtype(weights))
     if weights is not None:
         check_weights(str(folder), config, weights)
         _check_tied(folder, config, weights)
-    tokenizer_config = _json(folder, "tokenizer_config.json")
+    tokenizer_config = read_json(folder, "tokenizer_config.json")
     ends = {"eos_token_id": list(config.eos_token_ids)} if config.eos_token_ids else {}
     begins = {} if config.bos_token_id is None else {"bos_token_id": config.bos_token_id}
     return Checkpoint(
-        _name(folder), config, _NoWeights() if weights is None else weights, _tokenizer(folder, random),
+        model_name(folder), config, NoWeights() if weights is None else weights, read_tokenizer(folder, random),
         tokenizer_config, _chat_template(folder, tokenizer_config), {**generation, **begins, **ends},
     )  # fmt: skip
 
 
-class _NoWeights:
+class NoWeights:
     """Stands where weights are not asked for."""
 
     def names(self) -> list[str]:
@@ -70,12 +70,12 @@ class _NoWeights:
         return self.info(name)
 
 
-def _json(folder: Path, name: str) -> dict[str, Any]:
+def read_json(folder: Path, name: str) -> dict[str, Any]:
     path = folder / name
     return parse_json(read_bytes(path), str(path)) if path.is_file() else {}
 
 
-def _weights(folder: Path) -> WeightSource:
+def read_weights(folder: Path) -> WeightSource:
     weights = open_safetensors(folder)
     if weights is not None:
         return weights
@@ -105,7 +105,7 @@ def _check_tied(folder: Path, config: DecoderConfig, weights: WeightSource) -> N
             )
 
 
-def _tokenizer(folder: Path, random: bool) -> bytes | None:
+def read_tokenizer(folder: Path, random: bool) -> bytes | None:
     path = folder / "tokenizer.json"
     if path.is_file():
         data = read_bytes(path)
@@ -130,7 +130,7 @@ def _chat_template(folder: Path, tokenizer_config: dict[str, Any]) -> str | None
     template, name = tokenizer_config.get("chat_template"), "tokenizer_config.json"
     if template is None:
         name = "chat_template.json"
-        template = _json(folder, name).get("chat_template")
+        template = read_json(folder, name).get("chat_template")
     if isinstance(template, list):
         named = [t for t in template if isinstance(t, dict)]
         template = next((t.get("template") for t in named if t.get("name") == "default"), None)
@@ -147,29 +147,29 @@ def read_config(raw: dict[str, Any], generation: dict[str, Any], where: str, sto
     family = _family(raw)
     _refuse(raw, where)
     rope, llama = _rope(raw, where), family == "llama"
-    heads, hidden = _given(raw, "num_attention_heads"), _given(raw, "hidden_size")
+    heads, hidden = given(raw, "num_attention_heads"), given(raw, "hidden_size")
     whole = type(heads) is int and type(hidden) is int and heads > 0
     # As many key-value heads as heads: that is null in all families, and in Llama's oldest files a missing key.
     named_none = "num_key_value_heads" in raw
     return check_config(DecoderConfig(
-        family=family, vocab_size=_given(raw, "vocab_size"), hidden_size=hidden,
-        intermediate_size=_given(raw, "intermediate_size"), num_hidden_layers=_given(raw, "num_hidden_layers"),
+        family=family, vocab_size=given(raw, "vocab_size"), hidden_size=hidden,
+        intermediate_size=given(raw, "intermediate_size"), num_hidden_layers=given(raw, "num_hidden_layers"),
         num_attention_heads=heads,
-        num_key_value_heads=_given(raw, "num_key_value_heads", heads if llama or named_none else None),
-        head_dim=_given(raw, "head_dim", 128 if family == "qwen3" else hidden // heads if whole else None),
-        rms_norm_eps=_given(raw, "rms_norm_eps", 1e-6),
-        rope_theta=_given(rope, "rope_theta", _given(raw, "rope_theta", 10000.0)),
-        rope_scaling=_rope_scaling(rope, raw, where), max_position_embeddings=_given(raw, "max_position_embeddings"),
-        tie_word_embeddings=_given(raw, "tie_word_embeddings", False),
-        attention_bias=family == "qwen2" or (family != "mistral" and _given(raw, "attention_bias", False)),
-        mlp_bias=_given(raw, "mlp_bias", False) if llama else False, qk_norm=family == "qwen3",
-        sliding_window=_window(raw, family, where), dtype=_dtype(raw, where) or stored_dtype or "f32",
-        bos_token_id=_given(generation, "bos_token_id", raw.get("bos_token_id")),
+        num_key_value_heads=given(raw, "num_key_value_heads", heads if llama or named_none else None),
+        head_dim=given(raw, "head_dim", 128 if family == "qwen3" else hidden // heads if whole else None),
+        rms_norm_eps=given(raw, "rms_norm_eps", 1e-6),
+        rope_theta=given(rope, "rope_theta", given(raw, "rope_theta", 10000.0)),
+        rope_scaling=_rope_scaling(rope, raw, where), max_position_embeddings=given(raw, "max_position_embeddings"),
+        tie_word_embeddings=given(raw, "tie_word_embeddings", False),
+        attention_bias=family == "qwen2" or (family != "mistral" and given(raw, "attention_bias", False)),
+        mlp_bias=given(raw, "mlp_bias", False) if llama else False, qk_norm=family == "qwen3",
+        sliding_window=_window(raw, family, where), dtype=read_dtype(raw, where) or stored_dtype or "f32",
+        bos_token_id=given(generation, "bos_token_id", raw.get("bos_token_id")),
         eos_token_ids=_end_ids((raw.get("eos_token_id"), generation.get("eos_token_id")), where),
     ), where)  # fmt: skip
 
 
-def _given(raw: dict[str, Any], name: str, default: Any = None) -> Any:
+def given(raw: dict[str, Any], name: str, default: Any = None) -> Any:
     """A setting; null means that it is not given."""
     value = raw.get(name)
     return default if value is None else value
@@ -185,7 +185,8 @@ def _family(raw: dict[str, Any]) -> str:
     return family
 
 
-def _refuse(raw: dict[str, Any], where: str) -> None:
+def refuse_foreign(raw: dict[str, Any], where: str) -> None:
+    """Raises UnsupportedError for weights in a form that is not Hugging Face's own, and for code beside them."""
     quantization = raw.get("quantization_config")
     if quantization is not None:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -194,7 +195,11 @@ def _refuse(raw: dict[str, Any], where: str) -> None:
         )
     if raw.get("auto_map") is not None:
         raise UnsupportedError(f"{where} sets auto_map: aotc runs no code that a checkpoint brings")
-    if _given(raw, "hidden_act", "silu") not in ("silu", "swish"):
+
+
+def _refuse(raw: dict[str, Any], where: str) -> None:
+    refuse_foreign(raw, where)
+    if given(raw, "hidden_act", "silu") not in ("silu", "swish"):
         raise UnsupportedError(f"{where} sets hidden_act to {shown(raw['hidden_act'])}: aotc compiles silu")
 
 
@@ -205,13 +210,13 @@ def _rope(raw: dict[str, Any], where: str) -> dict[str, Any]:
         raise SourceError(f"{where}: rope_parameters is {shown(rope)}")
     if any(isinstance(value, dict) for value in rope.values()):
         raise UnsupportedError(f"{where} sets rope_parameters by kind of layer, which aotc does not compile")
-    if _given(rope, "partial_rotary_factor", _given(raw, "partial_rotary_factor", 1.0)) != 1:
+    if given(rope, "partial_rotary_factor", given(raw, "partial_rotary_factor", 1.0)) != 1:
         raise UnsupportedError(f"{where} sets partial_rotary_factor: aotc rotates whole heads")
     return rope
 
 
 def _rope_scaling(rope: dict[str, Any], raw: dict[str, Any], where: str) -> Llama3Rope | float | None:
-    kind = _given(rope, "rope_type", _given(rope, "type", "default"))
+    kind = given(rope, "rope_type", given(rope, "type", "default"))
     if kind == "default":
         return None
     if kind not in ("linear", "llama3"):
@@ -221,8 +226,8 @@ def _rope_scaling(rope: dict[str, Any], raw: dict[str, Any], where: str) -> Llam
     if kind == "linear":
         return rope["factor"]
     return Llama3Rope(
-        rope["factor"], _given(rope, "low_freq_factor"), _given(rope, "high_freq_factor"),
-        _given(rope, "original_max_position_embeddings", raw.get("max_position_embeddings")),
+        rope["factor"], given(rope, "low_freq_factor"), given(rope, "high_freq_factor"),
+        given(rope, "original_max_position_embeddings", raw.get("max_position_embeddings")),
     )  # fmt: skip
 
 
@@ -234,9 +239,9 @@ def _window(raw: dict[str, Any], family: str, where: str) -> int | None:
         if kinds is not None:
             raise UnsupportedError(f"{where} sets layer_types, which {family} models do not have")
         return raw.get("sliding_window", 4096) if family == "mistral" else None
-    window = raw.get("sliding_window", 4096) if _given(raw, "use_sliding_window", False) else None
+    window = raw.get("sliding_window", 4096) if given(raw, "use_sliding_window", False) else None
     if kinds is None and window is not None:
-        full = _given(raw, "max_window_layers", 28)  # so many layers see everything, the others a window
+        full = given(raw, "max_window_layers", 28)  # so many layers see everything, the others a window
         if type(full) is not int or type(layers) is not int or 0 < full < layers:
             raise mixed
         return window if full <= 0 else None
@@ -251,8 +256,8 @@ def _window(raw: dict[str, Any], family: str, where: str) -> int | None:
     return window
 
 
-def _dtype(raw: dict[str, Any], where: str) -> str | None:
-    name = _given(raw, "dtype", raw.get("torch_dtype"))
+def read_dtype(raw: dict[str, Any], where: str) -> str | None:
+    name = given(raw, "dtype", raw.get("torch_dtype"))
     if name is None:
         return None
     dtype = _DTYPES.get(name.removeprefix("torch.")) if isinstance(name, str) else None
@@ -326,7 +331,7 @@ def _is_offline() -> bool:
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
-def _name(folder: Path) -> str:
+def model_name(folder: Path) -> str:
     """The model's name: that of the folder, or of the repository whose snapshot it is."""
     folder = folder.absolute()
     repository = folder.parent.parent.name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from aotc.ir.graph import Graph, TensorType, Value, Weight, dead_code_free, subs
 from aotc.ir.ops.elementwise import ConvertAttrs
 from aotc.ir.ops.shape import PackingAttrs
 from aotc.ir.packing import PACKINGS
+
+if TYPE_CHECKING:
+    from aotc.frontend.encoder_checkpoint import EncoderCheckpoint
 
 
 class Weights(Protocol):
@@ -31,7 +34,8 @@ class Weights(Protocol):
 
 @dataclass(frozen=True)
 class Model:
-    """A traced model. `kind` is llm or tensor; LLMs carry their checkpoint (tokenizer, template) and config."""
+    """A traced model. `kind` is llm, embedding or tensor. LLMs carry their checkpoint (tokenizer, template) and config;
+    text encoders carry theirs, with the `dtype` that they compute in."""
 
     name: str
     kind: str
@@ -40,6 +44,8 @@ class Model:
     checkpoint: Checkpoint | None = None
     config: DecoderConfig | None = None
     max_model_len: int = 0
+    encoder: EncoderCheckpoint | None = None
+    dtype: str = ""
 
 
 @dataclass(frozen=True)
@@ -59,7 +65,7 @@ class ArrayWeights:
 class CheckpointWeights:
     """Weights of a checkpoint, plus constants that the model computes from its config."""
 
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | EncoderCheckpoint
     constants: Mapping[str, np.ndarray]
 
     def type(self, key: str) -> TensorType:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from aotc.errors import SourceError, UnsupportedError
-from aotc.frontend.checkpoint import Checkpoint, DecoderConfig, TensorInfo, shown, weight_shapes
+from aotc.frontend.checkpoint import Checkpoint, TensorInfo, shown, weight_shapes
 from aotc.ir.dtypes import DTYPES
 
 _STD = 0.02  # Hugging Face's initializer_range
@@ -23,21 +23,27 @@ def random_checkpoint(checkpoint: Checkpoint, spec: str) -> Checkpoint:
 
     Raises UnsupportedError for another spec.
     """
+    shapes, dtype = weight_shapes(checkpoint.config), checkpoint.config.dtype
+    return replace(checkpoint, weights=RandomWeights(shapes, dtype, seed_of(spec)))
+
+
+def seed_of(spec: str) -> int:
+    """The seed of "random:SEED". Raises UnsupportedError for another spec."""
     kind, _, seed = spec.partition(":")
     if kind != "random" or not seed.isascii() or not seed.isdecimal() or len(seed) > 19:
         raise UnsupportedError(f"weights {shown(spec)} are unknown: give random:SEED, with a whole number for SEED")
-    return replace(checkpoint, weights=RandomWeights(checkpoint.config, int(seed)))
+    return int(seed)
 
 
 class RandomWeights:
-    """Normal with deviation 0.02, in the config's dtype; norms are 1 and biases 0.02. Made anew by each read.
+    """Normal with deviation 0.02, in one dtype; norms are 1 and biases 0.02. Made anew by each read.
 
     The numbers of a tensor depend on the seed and its name alone, not on which others are read, or when. Drawing
     billions of them takes minutes, so a tensor is runs of a pool drawn once, each from a place drawn for it.
     """
 
-    def __init__(self, config: DecoderConfig, seed: int) -> None:
-        self._shapes, self._dtype, self._seed = dict(weight_shapes(config)), config.dtype, seed
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: str, seed: int) -> None:
+        self._shapes, self._dtype, self._seed = dict(shapes), dtype, seed
 
     def names(self) -> Sequence[str]:
         return list(self._shapes)
@@ -49,7 +55,7 @@ class RandomWeights:
 
     def read(self, name: str) -> np.ndarray:
         out = np.empty(self.info(name).shape, DTYPES[self._dtype].np)
-        if name.endswith("norm.weight"):
+        if name.lower().endswith("norm.weight"):
             out.fill(1)
         elif name.endswith(".bias"):
             out.fill(_STD)

@@ -13,6 +13,7 @@ from aotc.ir.program import Kernel, Program, Strides
 
 INCLUDES = {
     "loops": (), "matmul": ("gemv.h", "gemm.h"), "kv_append": (), "attention": ("attention_batch.h",),
+    "self_attention": ("attention_encoder.h",),
     "sample": ("sampler.h",),
 }  # fmt: skip
 """Headers that a family needs besides those of every kernel."""

@@ -234,6 +234,18 @@ def _attention(frame: _Frame) -> Source:
     )  # fmt: skip
 
 
+def _self_attention(frame: _Frame) -> Source:
+    node = _only(frame.body, "self_attention")
+    qkv, lengths = node.inputs
+    batch, length, _, heads, d = qkv.type.shape
+    storage = STORAGE[qkv.type.dtype.name]
+    return frame.source(
+        "self_attention", f"attention_encoder_scratch_bytes<{d}, {storage}>({MAX_ROWS})", storage=storage, heads=heads,
+        d=d, batch=SYNTAX.size(batch), length=SYNTAX.size(length), scale=SYNTAX.constant(node.attrs.scale, f32),
+        qkv=frame.pointers[qkv], lengths=frame.pointers[lengths], out=frame.pointers[node.out],
+    )  # fmt: skip
+
+
 def _sample(frame: _Frame) -> Source:
     node = _only(frame.body, "sample")
     logits, settings, history, index = (frame.pointers[v] for v in node.inputs)
@@ -257,4 +269,5 @@ def _blocks_a_row(index: Value) -> int:
 
 _FAMILIES: dict[str, Callable[[_Frame], Source]] = {
     "loops": _loops, "matmul": _matmul, "kv_append": _kv_append, "attention": _attention, "sample": _sample,
+    "self_attention": _self_attention,
 }  # fmt: skip

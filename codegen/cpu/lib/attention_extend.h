@@ -143,6 +143,7 @@ template <int HD, class T> struct ExtendItem {
   long ldq, ldy;  // q and y at the span's first row and the group's first head
   int group, position, begin, end;
   AttentionOptions options;
+  int newest;  // the span's last position
 
   int token(int query) const { return (begin + query) / group; }
   long head(int query) const { return (begin + query) % group * HD; }
@@ -156,7 +157,7 @@ template <int HD, class T> struct ExtendItem {
         convert_row<HD>(q + token(n) * ldq + head(n), rows + i * HD);
         int at = position + token(n);
         s.first[16 * t + i] = (float)first_visible(at, options.window);
-        s.last[16 * t + i] = (float)at;
+        s.last[16 * t + i] = (float)(options.causal ? at : newest);
         s.running_max[16 * t + i] = no_score;
         s.total[16 * t + i] = 0;
       }
@@ -209,7 +210,7 @@ template <int HD, class T> struct ExtendItem {
   }
 
   int first_position() const { return first_visible(position + begin / group, options.window); }
-  int end_position() const { return position + (end - 1) / group + 1; }
+  int end_position() const { return (options.causal ? position + (end - 1) / group : newest) + 1; }
 
   void run(ExtendScratch<HD, T>& s) const {
     int tiles = (int)round_up(end - begin, 32) / 16, stop = end_position();
@@ -222,7 +223,7 @@ template <int HD, class T> struct ExtendItem {
   }
 };
 
-// y[row] = attention of every token of every span over the positions up to its own, for q and y [rows, heads * HD].
+// y[row] = attention of every token of every span over the positions up to its own, or over all, for q and y [rows, heads * HD].
 // Work items (span, kv head, up to extend_columns queries) are split over the threads by the positions they visit.
 // `scratch`: attention_extend_scratch_bytes<HD, T>() bytes of this thread's own.
 template <int HD, class T>
@@ -248,7 +249,7 @@ static inline void attention_extend(const T* q, long ldq, const KvCache<T>& cach
           long head = (long)kv * group * HD;
           ExtendItem<HD, T> item = {q + span.row * ldq + head, cache, span.sequence, kv,
                                     y + span.row * ldy + head, ldq, ldy, group, span.position, begin,
-                                    min_i(begin + columns, span.count * group), o};
+                                    min_i(begin + columns, span.count * group), o, span.position + span.count - 1};
           long cost = item.end_position() - item.first_position() + extend_block;
           if (pass == 0) total += cost;
           else {

@@ -25,6 +25,7 @@ struct AttentionOptions {
   int heads;    // query heads, a multiple of kv_heads
   float scale;  // of the scores, > 0
   int window;   // 0, or the number of positions a token sees, itself included
+  bool causal = true;  // else every token sees all positions of its sequence
 };
 
 // First position that the token at `position` sees.
