@@ -216,7 +216,7 @@ def _write_weights(
 
 
 def _model_entry(model: Model, options: Options) -> ModelEntry:
-    parameters = sum(math.prod(w.value.type.shape) for w in model.graph.weights)  # type: ignore[arg-type]
+    parameters = sum(math.prod(w.value.type.ints) for w in model.graph.weights)
     if model.encoder is not None:
         c, batch = model.encoder.config, next(d.hi for d in model.graph.dims if d.name == "batch")
         return ModelEntry(

@@ -1,8 +1,8 @@
 """Groups nodes into fusions: each becomes one kernel of a template family.
 
 Families: `matmul` (a linear layer and its elementwise epilogue), `kv_append`, `attention`, `attention_decode` (both of
-them for one token a row), `self_attention`, `sample`, and `loops` for everything that a loop nest computes: elementwise work, views,
-gathers, reductions and what follows them.
+them for one token a row), `self_attention`, `sample`, and `loops` for everything that a loop nest computes: elementwise
+work, views, gathers, reductions and what follows them.
 """
 
 from __future__ import annotations

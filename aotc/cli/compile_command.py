@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-o", "--output", required=True, metavar="DIR", help="the artifact's folder")
     parser.add_argument("--schedules", action="append", default=[], metavar="FILE",
                         help="a table of `aotc tune`, asked before the one that comes with aotc")  # fmt: skip
-    parser.add_argument("--workspace-size", metavar="BYTES", help="most memory for what lives within a step, such as 512MiB")
+    parser.add_argument(
+        "--workspace-size", metavar="BYTES", help="most memory for what lives within a step, such as 512MiB"
+    )
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -296,5 +298,7 @@ def _summary(output: str, manifest, seconds: float) -> None:
         lines.append(f"  {target.name}: {len(target.programs)} programs, arena {target.arena_bytes / mib:.2f} MiB")
     for cache in manifest.kv_caches:
         unit = "page of" if cache.layout == "paged" else "sequence of up to"
-        lines.append(f"  {cache.layout} KV cache: {cache.block_bytes / mib:.2f} MiB a {unit} {cache.block_tokens} tokens")
+        lines.append(
+            f"  {cache.layout} KV cache: {cache.block_bytes / mib:.2f} MiB a {unit} {cache.block_tokens} tokens"
+        )
     print("\n".join([*lines, f"  compiled in {seconds:.1f} s"]), file=sys.stderr)

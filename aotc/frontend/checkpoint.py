@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 
@@ -152,7 +152,7 @@ def _check_rope(scaling: Llama3Rope | float | None, where: str) -> None:
             raise SourceError(f"{where}: rope has original_max_position_embeddings {length}")
 
 
-def is_whole(value: object, least: int, most: int) -> bool:
+def is_whole(value: object, least: int, most: int) -> TypeGuard[int]:
     return type(value) is int and least <= value <= most
 
 

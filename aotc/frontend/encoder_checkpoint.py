@@ -129,13 +129,19 @@ def _config(raw: dict[str, Any], where: str, dtype: str | None, pooling: str, no
             raise UnsupportedError(f"{where} sets {name} to {shown(raw[name])}: aotc compiles {str(usual).lower()}")
     activation = given(raw, "hidden_act", "gelu")
     if activation not in _ACTIVATIONS:
-        raise UnsupportedError(f"{where} sets hidden_act to {shown(activation)}: aotc compiles {', '.join(_ACTIVATIONS)}")
+        raise UnsupportedError(
+            f"{where} sets hidden_act to {shown(activation)}: aotc compiles {', '.join(_ACTIVATIONS)}"
+        )
     sizes = {name: given(raw, name, 2 if name == "type_vocab_size" else None) for name in _MOST}
     for name, most in _MOST.items():
         if not is_whole(sizes[name], 1, most):
-            raise SourceError(f"{where}: {name} is {shown(sizes[name])}, which is not a whole number between 1 and {most}")
+            raise SourceError(
+                f"{where}: {name} is {shown(sizes[name])}, which is not a whole number between 1 and {most}"
+            )
     if sizes["hidden_size"] % sizes["num_attention_heads"]:
-        raise SourceError(f"{where}: hidden_size is {sizes['hidden_size']}, which is not a multiple of num_attention_heads")
+        raise SourceError(
+            f"{where}: hidden_size is {sizes['hidden_size']}, which is not a multiple of num_attention_heads"
+        )
     eps = given(raw, "layer_norm_eps", 1e-12)
     if not is_real(eps, 0, 1):
         raise SourceError(f"{where}: layer_norm_eps is {shown(eps)}, which is not between 0 and 1")
@@ -159,7 +165,9 @@ def _modules(folder: Path) -> tuple[str, bool]:
             f"{path} has the modules {shown(', '.join(kinds))}: aotc compiles Transformer, Pooling and, after them, Normalize"
         )
     if modules[0].get("path"):
-        raise UnsupportedError(f"{path} keeps the encoder in {shown(modules[0]['path'])}: give a folder with it at its top")
+        raise UnsupportedError(
+            f"{path} keeps the encoder in {shown(modules[0]['path'])}: give a folder with it at its top"
+        )
     place = modules[1].get("path")
     if not isinstance(place, str) or not re.fullmatch(r"\w[\w.-]*", place):
         raise SourceError(f"{path}: {shown(place)} is no folder of it")

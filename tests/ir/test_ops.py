@@ -12,6 +12,7 @@ from aotc.ir.ops import OPS
 from aotc.ir.ops.composite import NormAttrs, ScaleAttrs, SquaresAttrs
 from aotc.ir.ops.contraction import DotAttrs, ReduceAttrs
 from aotc.ir.ops.elementwise import ConvertAttrs
+from aotc.ir.ops.encoder import SelfAttentionAttrs
 from aotc.ir.ops.shape import AxisAttrs, BroadcastAttrs, ShapeAttrs, SliceAttrs
 from aotc.ir.sizes import Dim, symbol
 from aotc.ir.verify import verify
@@ -25,6 +26,7 @@ COMPOSITES = {
     "softmax": ([(T, 5, 7)], AxisAttrs(1)),
     "rope": ([(T, 3, 8), (T, 8), (T, 8)], Attrs()),
     "swiglu": ([(T, 24), (T, 24)], Attrs()),
+    "self_attention": ([(T, 5, 3, 2, 8), TensorType(i32, (T,))], SelfAttentionAttrs(0.5)),
 }
 
 
@@ -33,16 +35,18 @@ COMPOSITES = {
 def test_composite_equals_its_decomposition(op, dtype):
     shapes, attrs = COMPOSITES[op]
     b = Builder("g", [Dim("t", 1, 9)])
-    inputs = [b.input(f"x{i}", TensorType(dtype, s)) for i, s in enumerate(shapes)]
+    types = [s if isinstance(s, TensorType) else TensorType(dtype, s) for s in shapes]
+    inputs = [b.input(f"x{i}", t) for i, t in enumerate(types)]
     graph = b.finish({"y": b.emit(op, *inputs, attrs=attrs)})
-    primitives = to_primitives(graph)
+    primitives = to_primitives(to_primitives(graph))  # attention's names softmax
     verify(graph)
     verify(primitives.__class__(**{**vars(primitives), "dims": graph.dims}))
     assert not any(OPS[n.op].decompose for n in primitives.nodes)
     rng = np.random.default_rng(0)
     draw = np.abs if op == "rms_scale" else np.asarray  # of sums of squares
     arrays = {
-        f"x{i}": draw(rng.standard_normal([4 if d is T else d for d in s])).astype(dtype.np) for i, s in enumerate(shapes)
+        f"x{i}": draw(rng.standard_normal(t.at({"t": 4}).ints) * (1 if t.dtype.is_float else 4)).astype(t.dtype.np)
+        for i, t in enumerate(types)
     }
     whole = interpret(graph, arrays)["y"].astype(np.float64)
     parts = interpret(primitives.__class__(**{**vars(primitives), "dims": graph.dims}), arrays)["y"].astype(np.float64)
