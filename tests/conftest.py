@@ -5,6 +5,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from benchmarks.fetch_encoder import fetch as fetch_encoder
 from benchmarks.fetch_model import fetch
 
 # The same examples on every run; `make soak` looks for new ones.
@@ -33,6 +34,12 @@ def repo_root() -> Path:
 def smollm2_gguf() -> Path:
     """A real model, 98 MB, fetched once a machine; fails, not skips, when it cannot be had."""
     return fetch()
+
+
+@pytest.fixture(scope="session")
+def minilm() -> Path:
+    """A real text encoder's folder, 91 MB, fetched once a machine; fails, not skips, when it cannot be had."""
+    return fetch_encoder()
 
 
 TINY = {

@@ -1,4 +1,4 @@
-"""Answer one prompt with an artifact: the text alone goes to standard output.
+"""Answer one prompt with an artifact: the text alone goes to standard output. Of a text encoder, the prompt's vector does.
 
 Exit codes: 0; 2 for an error that is said in a line; 70 when the GPU failed while it answered; 130 for an interrupt."""
 
@@ -9,12 +9,18 @@ import importlib
 import json
 import sys
 
+from typing import TYPE_CHECKING
+
 from aotc.cli.options import add_device, add_kv_cache
+
+if TYPE_CHECKING:
+    from aotc.artifact.reader import Artifact
+    from aotc.runtime.devices.opening import Opening
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the question; - reads standard input")
+    parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model or a text encoder")
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the question, or the text to embed; - reads standard input")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of the answer")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token")
@@ -25,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     add_device(parser)
     add_kv_cache(parser, "static")
-    parser.add_argument("--json", action="store_true", help="print text, token ids, finish reason and timings as JSON")
+    parser.add_argument("--json", action="store_true", help="print text, token ids, finish reason and timings as JSON; of a text encoder, the whole vector")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,11 +40,14 @@ def run(options: argparse.Namespace) -> int:
     opening = begin_opening(options.artifact, options.device)  # before the imports, which take as long
     from aotc.artifact.reader import open_artifact
     from aotc.errors import RequestError
-    from aotc.runtime.llm import LLM
 
     artifact = open_artifact(options.artifact)
+    if artifact.manifest.model.kind == "embedding":
+        return _embed(options, artifact, opening)
     if artifact.manifest.model.kind != "llm":
         raise RequestError(f"{options.artifact} is no language model: call it from Python with aotc.load(...)(...)")
+    from aotc.runtime.llm import LLM
+
     chat = not options.raw and artifact.has("chat_template.jinja")
     if chat and opening is not None:
         importlib.import_module("aotc.runtime.template_sandbox")  # needed later; the GPU is still being opened
@@ -65,6 +74,30 @@ def run(options: argparse.Namespace) -> int:
     for chunk in llm.stream(prompt, **settings):
         print(chunk.text, end="", flush=True)
     print()
+    return 0
+
+
+SHOWN = 8  # numbers of a vector that are printed for people
+
+
+def _embed(options: argparse.Namespace, artifact: Artifact, opening: Opening | None) -> int:
+    """Prints the vector of the prompt: its first numbers, or all of it as JSON."""
+    from aotc.errors import RequestError
+    from aotc.runtime.embedder import Embedder
+
+    usual = {"raw": False, "max_tokens": 256, "temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": None,
+             "kv_layout": None, "kv_cache_memory": None}  # fmt: skip
+    for name, value in usual.items():
+        if getattr(options, name) != value:
+            raise RequestError(f"--{name.replace('_', '-')} does not apply to a text encoder: leave it out")
+    with Embedder(artifact, device=options.device, opening=opening) as embedder:
+        tokens = embedder.encode([_standard_input() if options.prompt == "-" else options.prompt])
+        vector = embedder.embed(tokens)[0].tolist()
+    if options.json:
+        print(json.dumps({"embedding": vector, "prompt_tokens": len(tokens[0])}))
+    else:
+        more = f" ... ({len(vector)} numbers; --json prints all)" if len(vector) > SHOWN else ""
+        print(" ".join(f"{x:.6f}" for x in vector[:SHOWN]) + more)
     return 0
 
 
