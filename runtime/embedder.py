@@ -94,7 +94,9 @@ class Embedder:
             raise RequestError(_too_long(len(ids), self.max_length))
         for token in ids:
             if type(token) is not int or not 0 <= token < self._vocab_size:
-                raise RequestError(f"{token!r:.40} is no token id: they are whole numbers from 0 to {self._vocab_size - 1}")
+                raise RequestError(
+                    f"{token!r:.40} is no token id: they are whole numbers from 0 to {self._vocab_size - 1}"
+                )
         return list(ids[: self.max_length])
 
 

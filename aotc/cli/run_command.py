@@ -8,7 +8,6 @@ import argparse
 import importlib
 import json
 import sys
-
 from typing import TYPE_CHECKING
 
 from aotc.cli.options import add_device, add_kv_cache
@@ -20,7 +19,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("artifact", metavar="DIR", help="an artifact of a language model or a text encoder")
-    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the question, or the text to embed; - reads standard input")
+    parser.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="the question, or the text to embed; - reads standard input"
+    )
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
     parser.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of the answer")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the likeliest token")
@@ -31,7 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same answer")
     add_device(parser)
     add_kv_cache(parser, "static")
-    parser.add_argument("--json", action="store_true", help="print text, token ids, finish reason and timings as JSON; of a text encoder, the whole vector")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print text, token ids, finish reason and timings as JSON; of a text encoder, the whole vector",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -138,7 +138,9 @@ def test_the_command_line(folder, embedder, capsys):
     assert main(["verify", str(folder)]) == 0
 
 
-@pytest.mark.parametrize("flag", [["--kv-layout", "paged"], ["--max-model-len", "513"], ["--max-num-batched-tokens", "64"]])
+@pytest.mark.parametrize(
+    "flag", [["--kv-layout", "paged"], ["--max-model-len", "513"], ["--max-num-batched-tokens", "64"]]
+)
 def test_flags_of_compile_that_do_not_apply(minilm, tmp_path, capsys, flag):
     assert main(["compile", str(minilm), "--arch", "cpu", "-o", str(tmp_path / "a"), "--quiet", *flag]) == 2
     assert flag[0] in capsys.readouterr().err
