@@ -38,8 +38,8 @@ class Embeddings(nn.Module):
         self.LayerNorm = LayerNorm(c)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        places = self.position_embeddings.weight.float() + self.token_type_embeddings.weight[0].float()
-        return self.LayerNorm(self.word_embeddings(input_ids).float() + places[: input_ids.shape[1]])
+        x = self.word_embeddings(input_ids).float() + self.token_type_embeddings.weight[0].float()
+        return self.LayerNorm(x + self.position_embeddings.weight[: input_ids.shape[1]].float())
 
 
 class SelfAttention(nn.Module):

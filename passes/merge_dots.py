@@ -50,7 +50,8 @@ def merge_dots(graph: Graph) -> Graph:
 
 
 def weight_values(graph: Graph) -> set[Value]:
-    """Values computed from weights, with constants, alone. Broadcasts are left to the kernels: they cost memory."""
+    """Values computed from weights, with constants, alone, whatever the dims are. Broadcasts are left to the kernels:
+    they cost memory."""
     known = {w.value for w in graph.weights}
     constants: set[Value] = set()
     for node in graph.nodes:
@@ -60,6 +61,7 @@ def weight_values(graph: Graph) -> set[Value]:
             node.op != "broadcast_in_dim"
             and known.intersection(node.inputs)
             and all(v in known or v in constants for v in node.inputs)
+            and all(isinstance(s, int) for v in node.outputs for s in v.type.shape)
         ):
             known.update(node.outputs)
     return known

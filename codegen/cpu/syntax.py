@@ -19,7 +19,7 @@ STORAGE = {
 
 _FUNCTIONS = {
     "exponential": "fast_exp", "exponential_minus_one": "expm1", "log": "log", "log_plus_one": "log1p", "sqrt": "sqrt",
-    "cbrt": "cbrt", "erf": "erf", "sine": "sin", "cosine": "cos", "tan": "tan", "tanh": "tanh", "asin": "asin",
+    "cbrt": "cbrt", "erf": "fast_erf", "sine": "sin", "cosine": "cos", "tan": "tan", "tanh": "tanh", "asin": "asin",
     "acos": "acos", "atan": "atan", "sinh": "sinh", "cosh": "cosh", "asinh": "asinh", "acosh": "acosh",
     "atanh": "atanh", "floor": "floor", "ceil": "ceil", "round_nearest_even": "nearbyint", "trunc": "trunc",
     "power": "pow", "atan2": "atan2",
@@ -107,7 +107,7 @@ class CppSyntax:
             wrapped = f"{args[0]} {_OPERATORS[op]} {args[1]}"
             return f"({kind})({wrapped})" if dtype.is_int else wrapped
         if op in _FUNCTIONS:
-            suffix = "f" if kind == "float" and op != "exponential" else ""
+            suffix = "f" if kind == "float" and op not in ("exponential", "erf") else ""
             return f"{_FUNCTIONS[op]}{suffix}({', '.join(args)})"
         return self._special(op, dtype, args, attrs)
 
