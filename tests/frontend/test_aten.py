@@ -16,7 +16,7 @@ from aotc.ir.interpret import interpret
 from aotc.ir.verify import verify
 from tests.frontend.aten_cases import CASES, INPUTS, call_of, inputs_of
 
-CUSTOM = {"aotc.kv_append.default", "aotc.attention.default", "aotc.last_rows.default"}
+CUSTOM = {f"aotc.{n}.default" for n in ("kv_append", "attention", "last_rows", "self_attention")}
 """Of aotc's own decoders: tests/models compares these with transformers."""
 TOLERANCES = {torch.float16: (2e-3, 1e-3), torch.bfloat16: (1.6e-2, 1e-2), torch.float64: (1e-9, 1e-9)}
 
