@@ -65,7 +65,7 @@ async def measure(
         model = await _choose_model(client, settings)
         tokens = None
         if settings.endpoint != CHAT:
-            tokens = await _quietly(find_tokens(client))
+            tokens = await _quietly(find_tokens(client, model))
             if tokens is None:
                 note("the server has no /tokenize: prompts are words, and their tokens about as many as asked for")
         fields = {"model": model, **settings.fields}

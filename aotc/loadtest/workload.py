@@ -86,13 +86,13 @@ def arrivals(rng: np.random.Generator, count: int, rate: float, burstiness: floa
     return (times * (count / rate / times[-1])).tolist() if times[-1] else [0.0] * count
 
 
-async def find_tokens(client: Client) -> list[int] | None:
+async def find_tokens(client: Client, model: str) -> list[int] | None:
     """Ids of ordinary tokens, as the server's own tokenizer spells WORDS; None where it has no /tokenize.
 
     aotc and vLLM take the text as `prompt`, llama-server as `content`.
     """
     text = " " + " ".join(WORDS)
-    body = {"prompt": text, "content": text, "add_special_tokens": False, "add_special": False}
+    body = {"model": model, "prompt": text, "content": text, "add_special_tokens": False, "add_special": False}
     status, answer = await client.fetch(client.request("POST", "/tokenize", body))
     if status != 200:
         return None

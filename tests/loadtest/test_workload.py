@@ -99,7 +99,7 @@ def tokens_of(server):
     async def find():
         client = Client(server.url)
         try:
-            return await find_tokens(client)
+            return await find_tokens(client, "m")
         finally:
             client.close()
 
@@ -110,7 +110,7 @@ def test_tokens_of_the_server(serve):
     server = serve()
     assert tokens_of(server) == [7, 11, 13]
     _, _, body = server.asked[0]
-    assert body["prompt"] == body["content"] and body["prompt"].split() == [*WORDS]
+    assert body["model"] == "m" and body["prompt"] == body["content"] and body["prompt"].split() == [*WORDS]
 
 
 @pytest.mark.parametrize(
