@@ -51,15 +51,25 @@ class _Delta(msgspec.Struct):
     tool_calls: Any = None
 
     @property
+    def says(self) -> bool:
+        return bool(self.content or self.reasoning or self.reasoning_content or self.tool_calls)
+
+    @property
     def opens(self) -> bool:
         """Whether it names the speaker alone: that is no token, and some servers send it before the first."""
-        said = self.content or self.reasoning or self.reasoning_content or self.tool_calls
-        return self.role is not None and not said
+        return self.role is not None and not self.says
 
 
 class _Choice(msgspec.Struct):
+    text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether it holds a reason without a text: llama-server sends it after the last token, vLLM and aotc with a
+        last token that has no text."""
+        return self.finish_reason is not None and not self.text and (self.delta is None or not self.delta.says)
 
 
 class _Usage(msgspec.Struct):
@@ -83,6 +93,7 @@ class _Listener:
         self._outcome, self._events = outcome, EventParser()
         self._last, self._count = 0.0, 0
         self._finished = False
+        self._end: float | None = None  # when an event with a reason alone came
         self._status, self._rest = 0, bytearray()
 
     def receive(self, status: int, data: bytes, at: float) -> None:
@@ -101,6 +112,8 @@ class _Listener:
         for event in self._events.end():
             self._take(event, time.perf_counter())
         outcome = self._outcome
+        if self._end is not None and not 0 < outcome.output_len <= self._count:
+            self._count_token(self._end)  # more tokens than events so far, or nobody knows
         if not self._count:
             raise StreamError("the answer is a stream without a token")
         if not self._finished:
@@ -124,11 +137,16 @@ class _Listener:
             self._token(read.choices[0], at)
 
     def _token(self, choice: _Choice, at: float) -> None:
-        outcome = self._outcome
         if choice.finish_reason is not None:
             self._finished = True
-        elif choice.delta is not None and choice.delta.opens:
-            return
+        if choice.ends:
+            self._end = at
+        elif choice.finish_reason is not None or choice.delta is None or not choice.delta.opens:
+            self._end = None
+            self._count_token(at)
+
+    def _count_token(self, at: float) -> None:
+        outcome = self._outcome
         if self._count:
             outcome.itl.append(at - self._last)
         else:

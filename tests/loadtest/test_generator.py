@@ -68,7 +68,7 @@ def test_times_are_those_of_tokens(serve):
     ("events", "tokens", "gaps"),
     [
         ([token(), token(), token(reason="stop"), DONE], 3, 2),  # no usage: events are counted
-        ([ROLE, word("a"), word("", "stop")], 2, 1),  # a reason in place of [DONE]
+        ([ROLE, word("a"), word("b", "stop")], 2, 1),  # a reason in place of [DONE]
         ([token(), usage(2, 9), DONE], 9, 0),  # several tokens an event
         ([token(), b": a comment\n\n", b"event: x\nid: 1\n\n", event({"choices": None}), DONE], 1, 0),
         (
@@ -76,6 +76,12 @@ def test_times_are_those_of_tokens(serve):
             4,
             0,
         ),
+        # A last event without text is no token where others account for all of them, as llama-server's.
+        ([token(), token(), token("", "length"), usage(2, 2), DONE], 2, 1),
+        ([token(), token(), token("", "length"), usage(2, 3), DONE], 3, 2),
+        ([token(), token(""), token("", "stop"), DONE], 3, 2),
+        ([ROLE, word("a"), word(None, "stop"), usage(2, 1), DONE], 1, 0),
+        ([token("", "stop"), usage(2, 0), DONE], 1, 0),
         ([event({"choices": [{"delta": {"role": "assistant", "reasoning_content": "x"}}]}), DONE], 1, 0),
     ],
 )
