@@ -8,8 +8,6 @@ import json
 import math
 import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aotc.cli.options import add_device, add_kv_cache
@@ -67,6 +65,7 @@ def _add_workload(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="answers have their whole length"
     )
+    group.add_argument("--extra-body", metavar="JSON", help="an object of more fields for every request")
     group.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before, which do not count")
     group.add_argument("--timeout", type=float, default=600, metavar="S", help="seconds until a request has failed")
 
@@ -96,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
     from aotc.loadtest.session import measure
 
     plan = _Plan(options)
+    _raise_file_limit()
     with contextlib.ExitStack() as stack:
         url = options.target
         if "://" not in url:
@@ -104,6 +104,16 @@ def run(options: argparse.Namespace) -> int:
         measured = asyncio.run(measure(url, plan.settings, _note, progress))
     progress.end()
     return plan.report(measured)
+
+
+def _raise_file_limit() -> None:
+    """Each request at once is a connection, and the usual limit of open files is 1024; servers inherit it."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _note(line: str) -> None:
@@ -134,6 +144,7 @@ class _Plan:
         from aotc.errors import RequestError
         from aotc.loadtest.goals import parse_slo
         from aotc.loadtest.report import parse_goals
+        from aotc.loadtest.result_files import choose_files
         from aotc.loadtest.session import Load, Settings, parse_sweep
         from aotc.loadtest.workload import Shape
 
@@ -160,11 +171,14 @@ class _Plan:
         fields: dict[str, Any] = {"temperature": options.temperature}
         if options.ignore_eos:
             fields["ignore_eos"] = True
+        fields |= _extra_body(options.extra_body)
         self.settings = Settings(
             options.endpoint, shape, loads, options.model, options.api_key or knobs.api_key(), options.seed,
             options.num_warmups, options.timeout, fields,
         )  # fmt: skip
-        self.files = _files(options)
+        if options.save_detailed and options.save_result is None:
+            raise RequestError("--save-detailed goes with --save-result")
+        self.files = choose_files(options.save_result, options.result_dir, options.result_filename, options.plot)
 
     def report(self, measured: Measured) -> int:
         """Prints and writes what was measured; returns the exit code."""
@@ -228,6 +242,19 @@ class _Plan:
         }  # fmt: skip
 
 
+def _extra_body(text: str | None) -> dict[str, Any]:
+    """Raises RequestError."""
+    from aotc.errors import RequestError
+
+    try:
+        fields = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        fields = None
+    if not isinstance(fields, dict):
+        raise RequestError(f'--extra-body {text}: write an object of JSON, as {{"top_k": 5}}')
+    return fields
+
+
 def _percentiles(text: str) -> tuple[str, ...]:
     """`90,99.9` as p90 and p99.9. Raises RequestError."""
     from aotc.errors import RequestError
@@ -239,48 +266,6 @@ def _percentiles(text: str) -> tuple[str, ...]:
     if not all(0 <= n <= 100 for n in numbers):
         raise RequestError(f"--metric-percentiles {text}: write numbers from 0 to 100, as 50,90,99.9")
     return tuple(f"p{n:g}" for n in numbers)
-
-
-@dataclass(frozen=True)
-class _Files:
-    """What is to be written: folder and name of the result (an empty name is made up), and the plot."""
-
-    result: tuple[Path, str] | None
-    plot: Path | None
-
-    def named(self, model: str, load: Load) -> Path:
-        assert self.result is not None
-        folder, name = self.result
-        if not name:  # as vLLM's
-            limit = "" if load.concurrency is None else f"-concurrency{load.concurrency}"
-            when = time.strftime("%Y%m%d-%H%M%S")
-            name = f"openai-{load.rate:g}qps{limit}-{model.rpartition('/')[2]}-{when}.json"
-        return folder / name
-
-
-def _files(options: argparse.Namespace) -> _Files:
-    """Raises RequestError where a file could not be written in the end, ModuleNotFoundError without matplotlib."""
-    from aotc.errors import RequestError
-
-    name = options.save_result
-    if name is None and (
-        options.result_dir is not None or options.result_filename is not None or options.save_detailed
-    ):
-        raise RequestError("--result-dir, --result-filename and --save-detailed go with --save-result")
-    result = None
-    if name is not None:
-        path = Path(options.result_dir or ".") / (name or options.result_filename or "")
-        result = (path, "") if not (name or options.result_filename) else (path.parent, path.name)
-    plot = Path(options.plot) if options.plot else None
-    if result is not None:
-        result[0].mkdir(parents=True, exist_ok=True)
-    if plot is not None:
-        from aotc.loadtest.plot import check
-
-        check()
-        if not plot.absolute().parent.is_dir():
-            raise RequestError(f"--plot {plot}: there is no such folder")
-    return _Files(result, plot)
 
 
 class _Progress:

@@ -16,6 +16,7 @@ import msgspec
 from aotc.errors import RequestError
 from aotc.loadtest.streams import ResponseParser, StreamError
 
+FETCH_SECONDS = 30.0  # for what a server need not compute
 STALE_SECONDS = 1.0
 """A kept connection that ends without an answer so soon had been closed before the request came: it is asked again."""
 
@@ -65,9 +66,9 @@ class Client:
         data = msgspec.json.encode(body)
         return f"{head}Content-Type: application/json\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
-    async def send(self, request: bytes, receive: Receiver) -> Reply:
+    async def send(self, request: bytes, receive: Receiver, timeout: float | None = None) -> Reply:
         """Sends a request and returns when the response is whole. Raises StreamError, OSError and TimeoutError."""
-        async with asyncio.timeout(self.timeout):
+        async with asyncio.timeout(timeout or self.timeout):
             while self._idle:
                 connection = self._idle.pop()  # the one used last: others the server may have closed meanwhile
                 try:
@@ -92,13 +93,13 @@ class Client:
         return Reply(parser.status, parser.reason, parser.headers)
 
     async def fetch(self, request: bytes) -> tuple[int, bytes]:
-        """Status and body of a response in one piece. Raises as `send` does."""
+        """Status and body of a response in one piece, which must be there within FETCH_SECONDS. Raises as `send`."""
         body = bytearray()
 
         def receive(_status: int, data: bytes, _at: float) -> None:
             body.extend(data)
 
-        reply = await self.send(request, receive)
+        reply = await self.send(request, receive, min(self.timeout, FETCH_SECONDS))
         return reply.status, bytes(body)
 
     def close(self) -> None:
@@ -184,10 +185,13 @@ class _Connection(asyncio.Protocol):
             done.set_result(None)
 
 
+NO_ANSWER = "no whole answer within --timeout"
+
+
 def explain(error: BaseException) -> str:
     """What went wrong with a request, in a line."""
     if isinstance(error, TimeoutError):
-        return "no whole answer within --timeout"
+        return NO_ANSWER
     if isinstance(error, OSError):
         code = error.errno or 0  # asyncio has words of its own beside it, that say less
         return f"connection failed: {os.strerror(code) if code > 0 else error.strerror or error}"

@@ -19,12 +19,14 @@ from aotc.errors import ArtifactError
 
 _SAYS = re.compile(r"^aotc: serving .* at (http://\S+)$", re.MULTILINE)
 END_SECONDS = 40.0  # a server that was told to end gets so long
+MOST_LINES = 20  # of what it complains about
 COMMAND = (sys.executable, "-m", "aotc", "serve")
 
 
 @contextlib.contextmanager
 def served(artifact: str, arguments: Sequence[str], seconds: float) -> Iterator[str]:
-    """The address of a server over the artifact, once it is ready; it has ended when the context is left.
+    """The address of a server over the artifact, once it is ready; it has ended when the context is left. What it
+    complained about meanwhile is repeated on standard error.
 
     Raises ArtifactError with what the server said where it ends, or is not ready within `seconds`.
     """
@@ -35,7 +37,10 @@ def served(artifact: str, arguments: Sequence[str], seconds: float) -> Iterator[
         with open(log, "wb") as file:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
         try:
-            yield _wait_ready(process, log, seconds)
+            url = _wait_ready(process, log, seconds)
+            yield url
+            _end(process)
+            _repeat(log.read_text(errors="replace"))
         finally:
             _end(process)
 
@@ -63,8 +68,16 @@ def _ready(url: str) -> bool:
         return False
 
 
+def _repeat(said: str) -> None:
+    lines = [line for line in said.splitlines() if not _SAYS.match(line)]
+    for line in lines[:MOST_LINES]:
+        print(f"server: {line}", file=sys.stderr)
+    if len(lines) > MOST_LINES:
+        print(f"server: and {len(lines) - MOST_LINES} lines more", file=sys.stderr)
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
+    process.terminate()  # which does nothing where it has ended
     try:
         process.wait(END_SECONDS)
     except subprocess.TimeoutExpired:

@@ -95,7 +95,8 @@ async def _choose_model(client: Client, settings: Settings) -> str:
     try:
         status, body = await client.fetch(client.request("GET", "/v1/models"))
     except (StreamError, OSError) as error:
-        raise RequestError(f"cannot ask {client.url}/v1/models ({explain(error)}): is the server up?") from None
+        why = "no answer" if isinstance(error, TimeoutError) else explain(error)
+        raise RequestError(f"cannot ask {client.url}/v1/models ({why}): is the server up?") from None
     if status in (401, 403):
         raise RequestError(f"{client.url}: {api_error(status, '', body)}: give the key with --api-key")
     known = []

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 import xml.etree.ElementTree as xml
 from pathlib import Path
 
@@ -48,12 +50,13 @@ def test_a_run(serve, bench):
 def test_options_reach_the_server(serve, bench):
     server = serve(tokenize=False)
     arguments = ["--model", "other", "--api-key", "k", "--endpoint", "/v1/chat/completions", "--no-ignore-eos"]
-    answered = bench(server.url, *arguments, "--temperature", 0.5, "--num-warmups", 0, "--random-prefix-len", 2)
+    arguments += ["--temperature", 0.5, "--num-warmups", 0, "--random-prefix-len", 2, "--extra-body", '{"top_k": 4}']
+    answered = bench(server.url, *arguments)
     assert answered.code == 0
     assert {headers["authorization"] for _, headers, _ in server.asked} == {"Bearer k"}
     path, _, body = server.asked[-2]
     assert path == "/v1/chat/completions" and len(server.bodies()) == 6
-    assert (body["model"], body["temperature"], body["max_completion_tokens"]) == ("other", 0.5, 3)
+    assert (body["model"], body["temperature"], body["max_completion_tokens"], body["top_k"]) == ("other", 0.5, 3, 4)
     assert "ignore_eos" not in body and len(body["messages"][0]["content"].split()) == 10
 
 
@@ -204,10 +207,14 @@ def test_plot_says_what_to_install(bench, monkeypatch):
         ("--sweep x", "--sweep x: write 1,4,16"),
         ("--plot p.svg", "give one, as --sweep 1,4,16"),
         ("--sweep 1 --plot /nowhere/p.svg", "--plot /nowhere/p.svg: there is no such folder"),
-        ("--save-detailed", "go with --save-result"),
+        ("--save-detailed", "goes with --save-result"),
+        ("--result-dir /tmp", "go with --save-result"),
+        ("--save-result /tmp", "--save-result /tmp is a folder"),
         ("--save-result /dev/null/x.json", "cannot read or write /dev/null"),
         ("--num-prompt 3", "unrecognized arguments: --num-prompt"),
         ("--api-key é", "--api-key"),
+        ("--extra-body [1]", "--extra-body [1]: write an object of JSON"),
+        ("--extra-body {", "--extra-body {: write"),
     ],
 )
 def test_wrong_arguments(bench, arguments, part):
@@ -228,6 +235,13 @@ def test_servers_that_cannot_be_asked(serve, bench):
     refused(bench(serve().url, "--random-input-len", 4094), "fake/model takes 4096 tokens", "has up to 4097")
     failing = serve(lambda body, n: [whole(500, {"error": {"message": "no"}}, "Bad")])
     refused(bench(failing.url), "does not answer a first request: status 500 Bad: no")
+
+
+def test_a_server_that_says_nothing(serve, bench, monkeypatch):
+    monkeypatch.setattr("aotc.loadtest.client.FETCH_SECONDS", 0.2)
+    server = serve()
+    monkeypatch.setattr(server, "_parts", lambda path, body: [60])
+    refused(bench(server.url), "/v1/models (no answer): is the server up?")
 
 
 def test_a_server_without_a_list_of_models(serve, bench):
@@ -265,6 +279,32 @@ def test_a_server_that_does_not_start(fake_command):
         served_module.served("d", [], 20),
     ):
         pass
+
+
+READY = """
+import http.server
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200 if self.path == "/health" else 404)
+        self.end_headers()
+    def log_message(self, *_):
+        print("a warning", self.path, file=sys.stderr)
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+print(f"aotc: serving m at http://127.0.0.1:{server.server_address[1]}", file=sys.stderr, flush=True)
+server.serve_forever()
+"""
+
+
+def test_what_a_server_complains_about_is_repeated(fake_command, capfd):
+    pid = fake_command(READY)
+    with served_module.served("d", ["--x"], 60) as url:
+        for n in range(24):
+            with pytest.raises(urllib.error.HTTPError):
+                urllib.request.urlopen(f"{url}/{n}")
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[:2] == ["server: a warning /health", "server: a warning /0"]
+    assert len(lines) == 21 and lines[-1] == "server: and 5 lines more"
+    assert ended(pid)
 
 
 def test_a_server_that_is_never_ready(fake_command):
