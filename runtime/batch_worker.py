@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -95,10 +95,16 @@ class Batcher:
                     return
                 continue
             begin = _clock()
-            self._compute([r for r in batch.items if r.future.set_running_or_notify_cancel()])
+            requests = [r for r in batch.items if r.future.set_running_or_notify_cancel()]
+            answers = self._compute(requests)
             with self._changed:
                 self._policy.ran(batch.key, _clock() - begin)
-            del batch, expired  # nobody's arrays are kept while nothing comes
+            for request, answer in zip(requests, answers, strict=True):
+                if isinstance(answer, Exception):
+                    _fail(request, answer)
+                else:
+                    request.future.set_result(answer)
+            del batch, expired, requests, answers  # nobody's arrays are kept while nothing comes
 
     def _next(self) -> tuple[list[_Request], Any]:
         """Waits for requests that are past their deadline or for a batch; neither: the thread ends."""
@@ -114,23 +120,18 @@ class Batcher:
             self._thread = None
             return [], None
 
-    def _compute(self, requests: list[_Request]) -> None:
+    def _compute(self, requests: list[_Request]) -> Sequence[dict[str, np.ndarray] | Exception]:
+        """An answer for each: outputs by name, or why there are none."""
         if not requests:
-            return
+            return []
         try:
             if not self._proven:
                 self._prove(requests[0])
-            answers = self._answers(requests)
-        except BaseException as error:
-            for request in requests:
-                _fail(request, error)
+            return self._answers(requests)
+        except Exception as error:
             if not self._proven and isinstance(error, RequestError):
                 self._end(str(error))
-            if not isinstance(error, Exception):
-                raise
-            return
-        for request, answer in zip(requests, answers, strict=True):
-            request.future.set_result(answer)
+            return [error] * len(requests)
 
     def _prove(self, request: _Request) -> None:
         shapes, dtypes = [a.shape[1:] for a in request.given], [t.dtype for t in self._plan.inputs]

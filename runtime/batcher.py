@@ -3,6 +3,10 @@
 Requests of one queue may be computed together. A batch leaves when it is full, when its oldest request has waited
 `max_wait`, or when waiting is not worth it: when the next request is not expected before that, by the queue's average
 time between arrivals, or did not come within PATIENCE times that average.
+
+A caller that asks again once it is answered has a short time between arrivals, and waiting for it is in vain: it waits
+itself. So each queue also has a trust in company: it grows when a request comes while another one waits or runs, and
+shrinks when one waited and nobody came.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ T = TypeVar("T")
 
 SHARE = 0.25  # of the newest measurement in an exponential average
 MARGIN = 0.001  # seconds between a deadline and the last moment at which a batch with it leaves, besides its run
+TRUST = 0.25  # of at most 1, from which on a request waits; each event brings it half way to 1 or to 0
 PATIENCE = 2.0  # average gaps without an arrival after which a batch waits no longer
 IDLE_QUEUES = 64  # whose averages are remembered
 
@@ -50,6 +55,8 @@ class _Queue(Generic[T]):
     gap: float | None = None  # average seconds between arrivals
     last: float | None = None  # arrival
     run: float = 0.0  # average seconds of a batch
+    running: int = 0  # batches
+    trust: float = 0.0  # in company
 
     def drop(self, entry: _Entry[T]) -> None:
         entry.gone = True
@@ -98,6 +105,8 @@ class BatchPolicy(Generic[T]):
             # An idle time says nothing but that waiting is not worth it: bounded, it is soon forgotten under load.
             gap = min(max(now - queue.last, 0.0), 4 * self.options.max_wait)
             queue.gap = gap if queue.gap is None else queue.gap + SHARE * (gap - queue.gap)
+        if queue.rows or queue.running:
+            queue.trust += (1 - queue.trust) / 2
         queue.last = now
         entry = _Entry(item, rows, now, deadline)
         queue.entries.append(entry)
@@ -124,6 +133,7 @@ class BatchPolicy(Generic[T]):
             return None
         key = min(ready)[2]
         queue = self._active[key]
+        waited = self._leaves(queue) > queue.entries[0].arrived
         most, items, rows = self._cut(queue.rows), [], 0
         for entry in queue.entries:
             if entry.gone:
@@ -133,6 +143,9 @@ class BatchPolicy(Generic[T]):
             items.append(entry.item)
             rows += entry.rows
             queue.drop(entry)
+        queue.running += 1
+        if waited and len(items) == 1:
+            queue.trust /= 2
         self._settle(key, queue)
         return Batch(key, items, rows)
 
@@ -143,9 +156,11 @@ class BatchPolicy(Generic[T]):
         return min(times, default=None)
 
     def ran(self, key: Hashable, seconds: float) -> None:
-        """Notes how long a batch of a queue took: batches leave that long before a deadline."""
+        """Notes that a batch of a queue has ended, before anybody gets its answer, and how long it took: batches leave
+        that long before a deadline."""
         queue = self._active.get(key) or self._idle.get(key)
         if queue is not None:
+            queue.running = max(queue.running - 1, 0)
             queue.run += SHARE * (seconds - queue.run)
 
     def clear(self) -> list[T]:
@@ -165,7 +180,7 @@ class BatchPolicy(Generic[T]):
         if queue.rows < self.options.min_batch_size:
             return latest
         assert queue.last is not None
-        if queue.gap is None or queue.last + queue.gap > latest:
+        if queue.gap is None or queue.trust < TRUST or queue.last + queue.gap > latest:
             return oldest
         return min(latest, queue.last + PATIENCE * queue.gap)
 

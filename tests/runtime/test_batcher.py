@@ -1,5 +1,7 @@
 """The batcher's policy, on a clock that the test turns: who leaves with whom, and when."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,12 +23,64 @@ def test_a_lone_request_does_not_wait():
 
 
 def steady(p, gap, count=20, start=0.0):
-    """Arrivals that leave at once, so that the queue knows their gap. The time of the next one."""
+    """Arrivals of many callers, so that the queue knows their gap and that they are many. The time of the next one."""
     for n in range(count):
         p.add("q", n, start + n * gap)
-        while p.take(start + n * gap + 1000):
-            pass
+        if n % 2:
+            while p.take(start + n * gap + 1000):
+                p.ran("q", 0.0)
     return start + count * gap
+
+
+def callers(options, count, run_time, seconds, think=0.0):
+    """Callers that ask again once they are answered, and a worker. (mean size of a batch, mean wait)."""
+    p, now, sizes, waits = BatchPolicy(options), 0.0, [], []
+    due = [(n * 1e-5, n) for n in range(count)]
+    while now < seconds:
+        for at, n in [d for d in due if d[0] <= now]:
+            due.remove((at, n))
+            p.add("q", (n, at), at)
+        batch = p.take(now)
+        if batch is not None:
+            sizes.append(len(batch.items))
+            waits += [now - at for _, at in batch.items]
+            done = now + run_time
+            for at, n in sorted(d for d in due if d[0] <= done):  # they come while it runs
+                due.remove((at, n))
+                p.add("q", (n, at), at)
+            p.ran("q", run_time)
+            due += [(done + think + 1e-5 * (k + 1), n) for k, (n, _) in enumerate(batch.items)]
+            now = done
+            continue
+        now = min([t for t in (p.wake(), *(at for at, _ in due)) if t is not None and t > now])
+    later = sizes[len(sizes) // 2 :], waits[len(waits) // 2 :]
+    return tuple(sum(a) / len(a) for a in later)
+
+
+@pytest.mark.parametrize("think", [0.0, 0.001, 0.02])
+@pytest.mark.parametrize("run_time", [0.0001, 0.002])
+def test_one_caller_that_asks_again_is_never_waited_for(think, run_time):
+    assert callers(BatchOptions(16), 1, run_time, 2.0, think) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(("run_time", "least"), [(0.0001, 11), (0.002, 6)])
+def test_callers_that_ask_again_run_together(run_time, least):
+    """All at once, or, where runs are long, in two groups of which one waits while the other runs."""
+    size, wait = callers(BatchOptions(64), 12, run_time, 1.0)
+    assert size >= least and wait < run_time + 0.0005
+
+
+@pytest.mark.parametrize(("gap", "waits"), [(0.0005, True), (0.05, False)])
+def test_callers_that_do_not_know_of_each_other(gap, waits):
+    """Arrivals at random, whoever is answered: at short gaps they share runs, at long ones nobody waits."""
+    rng, now, requests = random.Random(0), 0.0, []
+    for _ in range(1000):
+        now = rng.expovariate(1 / gap)
+        requests.append((now, "a", 1, None))
+    arrivals, batches, _ = simulate(BatchOptions(64), requests, 0.0001)
+    mean = sum(at - arrivals[n][0] for at, b in batches for n in b.items) / len(arrivals)
+    assert (len(batches) < 500) == waits
+    assert (mean > 0.0005) == waits and mean < 0.003
 
 
 def test_it_waits_while_another_one_is_expected_and_not_longer():
@@ -181,8 +235,11 @@ def simulate(options, requests, run_time):
         batch = p.take(now)
         if batch is not None:
             batches.append((now, batch))
-            p.ran(batch.key, run_time)
             now += run_time
+            while pending and pending[0][0] <= now:
+                at, n, key, rows, deadline = pending.pop(0)
+                p.add(key, n, at, rows, deadline)
+            p.ran(batch.key, run_time)
             continue
         times = [t for t in (p.wake(), pending[0][0] if pending else None) if t is not None]
         if times:
