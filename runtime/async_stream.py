@@ -18,7 +18,7 @@ class AsyncStream:
     """
 
     def __init__(self, engine: SharedEngine, open_call: Callable[[], Call], end: Callable[[Call], None] | None = None):
-        """`open_call` makes the call, on entry; `end` is called once, with the call, after its end."""
+        """`open_call` makes the call, on entry; `end` is called with it once, at its end, and has to cancel it."""
         self._engine, self._open, self._end = engine, open_call, end
         self._call: Call | None = None
         self._news: asyncio.Event | None = None
@@ -60,6 +60,7 @@ class AsyncStream:
         call = self._start()
         try:
             await self._until(lambda: call.finished)
+            call.read_all()
         finally:
             self._finish()
         if call.error is not None:
@@ -71,8 +72,12 @@ class AsyncStream:
             loop, news = asyncio.get_running_loop(), asyncio.Event()
             call = self._open()
             call.notify = lambda: loop.call_soon_threadsafe(news.set) and None
-            self._engine.submit(call, attended=False)
             self._call, self._news = call, news
+            try:
+                self._engine.submit(call, attended=False)
+            except BaseException:
+                self._finish()
+                raise
         return self._call
 
     async def _until(self, ready: Callable[[], bool]) -> None:
@@ -86,9 +91,7 @@ class AsyncStream:
         if not self._over:
             self._over = True
             if self._call is not None:
-                self._engine.cancel(self._call)
-                if self._end is not None:
-                    self._end(self._call)
+                (self._end or self._engine.cancel)(self._call)
 
     def __del__(self) -> None:
         call: Any = getattr(self, "_call", None)

@@ -145,6 +145,10 @@ class Engine:
         """Drops a request and frees its cache. False when it is not known (it may have finished)."""
         return self.scheduler.cancel(request_id)
 
+    def forget(self, session: str) -> None:
+        """Frees what is kept of a session."""
+        self.scheduler.kept.drop(session)
+
     def step(self) -> list[TokenOutput]:
         """Ends what is past its deadline and runs one step; returns the new token of each row that finished its prompt,
         and the end of each request that has come to one."""

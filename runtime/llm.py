@@ -7,7 +7,7 @@ import json
 import operator
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from aotc.runtime.text_stream import Call, Chunk, Completion, TextStream, Timing
 if TYPE_CHECKING:
     from aotc.runtime.chat_template import ChatTemplate
     from aotc.runtime.devices.opening import Opening
+    from aotc.runtime.conversation import Conversation
     from aotc.runtime.tokenizer import Tokenizer
 
 __all__ = ["LLM", "Chunk", "Completion", "TextStream", "Timings"]
@@ -174,12 +175,14 @@ class LLM:
     ) -> Iterator[Chunk]:
         """Yields the answer piece by piece; raises as `generate` does. The request starts with the first piece; closing
         the iterator cancels it, and its slot and cache are free after the step that runs."""
-        (own,) = _params(params, settings, 1, True)
-        return self._stream(self._call(prompt, own, deadline_ms))
+        call = self._call(prompt, self._params(params, settings), deadline_ms)
+        return self._stream(lambda: call)
 
-    def _stream(self, call: Call) -> Iterator[Chunk]:
-        self._shared.submit(call)
+    def _stream(self, open_call: Callable[[], Call], end: Callable[[Call], None] | None = None) -> Iterator[Chunk]:
+        """Opens the call for the first piece; `end` is called after the last one, or when the iterator is closed."""
+        call = open_call()
         try:
+            self._shared.submit(call)
             while True:
                 self._shared.wait(lambda: call.ready)
                 if not call.chunks:
@@ -188,7 +191,7 @@ class LLM:
             if call.error is not None:
                 raise call.error
         finally:
-            self._shared.cancel(call)
+            (end or self._shared.cancel)(call)
 
     def astream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, deadline_ms: float | None = None, **settings: Any
@@ -197,7 +200,7 @@ class LLM:
 
         The event loop never waits for the model. Leaving the block, or cancelling the task, cancels the request.
         """
-        (own,) = _params(params, settings, 1, True)
+        own = self._params(params, settings)
         return AsyncStream(self._shared, lambda: self._call(prompt, own, deadline_ms))
 
     async def agenerate(
@@ -206,7 +209,18 @@ class LLM:
         """`generate` of one prompt for asyncio; for more, `asyncio.gather`. Cancelling the task cancels the request."""
         return await self.astream(prompt, params, deadline_ms=deadline_ms, **settings).whole()
 
-    def _call(self, prompt: Prompt, params: SamplingParams, deadline_ms: float | None) -> Call:
+    def session(self) -> Conversation:
+        """A conversation whose keys and values stay in the cache between turns; see Conversation. Close it, or leave its
+        block, when it is over."""
+        from aotc.runtime.conversation import Conversation
+
+        self._shared.require_open()
+        return Conversation(self, f"s{next(self._numbers)}")
+
+    def _params(self, params: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:
+        return _params(params, settings, 1, True)[0]
+
+    def _call(self, prompt: Prompt, params: SamplingParams, deadline_ms: float | None, session: str = "") -> Call:
         self._shared.require_open()
         if deadline_ms is not None and not deadline_ms > 0:
             raise RequestError(f"deadline_ms must be more than 0, got {deadline_ms}")
@@ -222,7 +236,7 @@ class LLM:
                 f"shorten it, or compile with a larger --max-model-len"
             )
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little") >> 1
-        request = Request(f"r{next(self._numbers)}", tuple(ids), params, seed, deadline=deadline)
+        request = Request(f"r{next(self._numbers)}", tuple(ids), params, seed, deadline=deadline, session=session)
         return Call(request, TextStream(params, Detokenizer(self.tokenizer, params.skip_special_tokens)), begin=begin)
 
 

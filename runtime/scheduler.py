@@ -11,6 +11,7 @@ from itertools import islice
 from operator import attrgetter
 
 from aotc.runtime.deadlines import Deadlines
+from aotc.runtime.kept import KeptSessions
 from aotc.runtime.kv_cache import PagePool
 from aotc.runtime.offload import Offload, SavedPages
 from aotc.runtime.prefix_cache import extend_digests
@@ -43,6 +44,7 @@ class Scheduler:
         self.blocked = False  # the first that waits has a slot to go to, but not the pages
         self._deadlines = Deadlines()
         self._free = list(range(max_num_seqs))[::-1]
+        self.kept = KeptSessions(pool, self._free)
         self._budget, self._start, self.pool, self._offload = max_num_batched_tokens, start, pool, offload
 
     @property
@@ -71,7 +73,7 @@ class Scheduler:
                 rows[sequence] = row
                 budget -= row.count
         self.blocked = self.preemptions > before
-        while budget and self.waiting and self._free and not self.blocked:
+        while budget and self.waiting and self.free_slots and not self.blocked:
             sequence = self.waiting[0]
             found = self._found(sequence)
             self.blocked = not self._fits(sequence, found)
@@ -90,7 +92,10 @@ class Scheduler:
 
     def end(self, sequence: Sequence, faulty: bool = False) -> None:
         """Ends a sequence, waiting or running, and frees all that it has. Of a faulty one, no page is shared any more."""
-        if sequence.slot != NO_SLOT:
+        if sequence.slot != NO_SLOT and sequence.request.session and not faulty:
+            self.running.remove(sequence)
+            self.kept.keep(sequence)
+        elif sequence.slot != NO_SLOT:
             self._release(sequence, faulty)
         else:
             self.waiting.remove(sequence)
@@ -114,12 +119,13 @@ class Scheduler:
 
     @property
     def free_slots(self) -> int:
-        return len(self._free)
+        """Slots that a request can have: nobody's, and those of idle sessions."""
+        return len(self._free) + self.kept.slots
 
     @property
     def next_tokens(self) -> int:
         """How many tokens the next step computes, at most."""
-        admitted = islice(self.waiting, len(self._free))
+        admitted = islice(self.waiting, self.free_slots)
         return min(self._budget, sum(s.pending for s in self.running) + sum(s.pending for s in admitted))
 
     def _row(self, sequence: Sequence, budget: int) -> Row:
@@ -127,13 +133,21 @@ class Scheduler:
         return Row(sequence, sequence.computed, count, count == sequence.pending)
 
     def _found(self, sequence: Sequence) -> list[int]:
-        """Known pages that a sequence can begin with. The last token is always computed: it says what comes next."""
-        pool = self.pool
-        if pool is None or pool.prefixes is None:
+        """Known pages that a sequence can begin with, none where its session has kept more: only one of both is there
+        afterwards. The last token is always computed: it says what comes next."""
+        pool, session = self.pool, sequence.request.session
+        kept = self.kept.trim(session, sequence.tokens) if sequence.saved is None else 0
+        if pool is None:
             return []
-        full = (len(sequence.tokens) - 1) // pool.page_size
-        extend_digests(sequence.digests, sequence.tokens, pool.page_size, full, sequence.request.cache_salt)
-        return pool.prefixes.find(sequence.digests[:full])
+        found: list[int] = []
+        if pool.prefixes is not None:
+            full = (len(sequence.tokens) - 1) // pool.page_size
+            extend_digests(sequence.digests, sequence.tokens, pool.page_size, full, sequence.request.cache_salt)
+            found = pool.prefixes.find(sequence.digests[:full])
+        if kept > len(found) * pool.page_size:
+            return []
+        self.kept.drop(session)
+        return found
 
     def _publish(self, sequence: Sequence, start: int) -> None:
         """Makes the full pages known that hold tokens from `start` on."""
@@ -148,23 +162,34 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence, found: list[int]) -> bool:
         """Whether there are pages for all tokens of a sequence, also where a step computes a part of them."""
-        pool = self.pool
+        pool, session = self.pool, sequence.request.session
         if pool is None:
             return True
-        free = pool.free_pages - sum(not pool.owners(p) for p in found)
-        return pool.pages_for(len(sequence.tokens)) - len(found) <= free
+        missing = pool.pages_for(len(sequence.tokens)) - len(found) - self.kept.pages(session)
+        while missing > pool.free_pages - sum(not pool.owners(p) for p in found):
+            if not self.kept.evict(but=session):
+                return False
+        return True
 
     def _admit(self, sequence: Sequence, found: list[int]) -> None:
-        sequence.slot = self._free[-1]
+        session = sequence.request.session
+        own = self.kept.slot(session)
+        if own is None and not self._free:
+            self.kept.evict()
+        sequence.slot = self._free[-1] if own is None else own
         try:
             self._start(sequence)
         except BaseException:
             sequence.slot = NO_SLOT
             raise
-        self._free.pop()
+        if own is None:
+            self._free.pop()
         del self.waiting[0]
         insort(self.running, sequence, key=_TURN)
-        if self.pool is not None:
+        kept = self.kept.take(session)
+        if kept is not None:
+            sequence.computed, sequence.pages = len(kept.tokens), kept.pages
+        elif self.pool is not None:
             assert sequence.pages is not None
             self.pool.adopt(sequence.pages, found)
             sequence.computed = len(found) * self.pool.page_size
@@ -195,6 +220,8 @@ class Scheduler:
         if self.pool is None or row.sequence.pages is None:
             return victims
         while not self.pool.grow(row.sequence.pages, row.start + row.count):
+            if self.kept.evict():
+                continue
             victims.append(self.running[-1])
             self._preempt(victims[-1])
             if victims[-1] is row.sequence:

@@ -18,6 +18,7 @@ class Request:
 
     A lower `priority` goes first. `deadline` is a time of the engine's clock: a request that is not done by then ends.
     Prefixes are shared among requests of one `cache_salt` alone, so that no tenant learns what another one asked.
+    What a request with a `session` leaves in the cache is kept for the next one of that session, see `kept.py`.
     """
 
     request_id: str
@@ -28,6 +29,7 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     cache_salt: str = ""
+    session: str = ""
 
 
 class TokenOutput(NamedTuple):

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from aotc.errors import AotcError, RequestError
 from aotc.runtime.engine import Engine
@@ -26,6 +27,14 @@ from aotc.runtime.text_stream import Call
 
 LINGER = 5.0  # seconds that the thread of asyncio waits for more to do
 EXIT_GRACE = 2.0  # seconds that the end of the process waits for a step
+
+
+class _Wish(NamedTuple):
+    """What somebody wants of the engine: a call to begin, one to end with an error, or a session to be forgotten."""
+
+    call: Call | None
+    error: BaseException | None = None
+    session: str = ""
 
 
 class _Waiter:
@@ -58,7 +67,7 @@ class SharedEngine:
         self._lock = threading.Lock()
         self._leader: int | None = None  # its thread
         self._waiting: list[_Waiter] = []
-        self._inbox: deque[tuple[bool, Call]] = deque()  # (whether to cancel it, or to submit it)
+        self._inbox: deque[_Wish] = deque()
         self._calls: dict[str, Call] = {}
         self._released = threading.Event()  # closed, and nobody leads any more
         self._close_here = False  # `close` was called by the leader itself, in the middle of a step
@@ -83,25 +92,47 @@ class SharedEngine:
             self.require_open()
             if not attended and self._thread is None:
                 self._start_thread()
+            if call.finished:
+                return
             self._calls[call.request.request_id] = call
-            self._inbox.append((False, call))
+            self._inbox.append(_Wish(call))
             if not attended:
                 self._unattended.add(call)
                 self._more.notify()
 
-    def cancel(self, call: Call) -> None:
-        """Drops a call: its slot and cache are free after the step that runs, if one does. Never blocks."""
-        if self._pid != os.getpid() or call.request.request_id not in self._calls:
+    def cancel(self, call: Call, error: BaseException | None = None) -> None:
+        """Ends a call with an error, if it is not over: its slot and cache are free after the step that runs, if one
+        does. Never blocks."""
+        error = RequestError("the request was cancelled") if error is None else error
+        if call.request.request_id in self._calls:
+            self._wish(_Wish(call, error))
+        else:
+            call.fail(error)
+
+    def forget(self, session: str) -> None:
+        """Frees what the cache holds of a session. Never blocks."""
+        self._wish(_Wish(None, session=session))
+
+    def _wish(self, wish: _Wish) -> None:
+        """Fulfils a wish at once where nobody leads. Called by finalisers too, which may run in the middle of anything."""
+        if self._pid != os.getpid():
             return
-        self._inbox.append((True, call))
-        if self._lock.acquire(blocking=False):
-            try:
-                if self._leader is not None:
-                    return
-                self._leader = threading.get_ident()
-            finally:
-                self._lock.release()
+        self._inbox.append(wish)
+        if self._take_lead():
             self._hand_over()
+
+    def _take_lead(self) -> bool:
+        """Makes this thread lead, if nobody does. Never blocks: who holds the lock looks at the inbox afterwards, or is
+        about to lead."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._leader is not None:
+                return False
+            self._leader = threading.get_ident()
+            return True
+        finally:
+            self._lock.release()
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Returns when `ready()` is true, which it has to be once the calls that it asks about are finished."""
@@ -161,14 +192,8 @@ class SharedEngine:
                     waiter.leads, self._leader = True, 0
                     waiter.wake()
                     return
-            if not self._inbox or not self._lock.acquire(blocking=False):
+            if not self._inbox or not self._take_lead():  # something may have come while the lock was held
                 return
-            try:  # something came while the lock was held
-                if self._leader is not None:
-                    return
-                self._leader = threading.get_ident()
-            finally:
-                self._lock.release()
         if self._close_here:
             self._close_device()
 
@@ -201,7 +226,7 @@ class SharedEngine:
             try:
                 call.notify()
             except RuntimeError:  # its event loop is closed
-                self._inbox.append((True, call))
+                self._inbox.append(_Wish(call, RequestError("the event loop was closed")))
 
     def _drop(self, call: Call) -> None:
         self._calls.pop(call.request.request_id, None)
@@ -223,27 +248,31 @@ class SharedEngine:
         """After a step that was interrupted, nothing that the engine knows counts. Requests are computed again from
         their prompts: what is drawn depends on seed and position alone."""
         self.engine = self._make()
-        submitted = {c for cancelled, c in self._inbox if not cancelled}
+        waiting = {w.call for w in self._inbox if w.error is None}
         for call in list(self._calls.values()):
             if call.busy:
                 self._end(call, RequestError("the answer was lost when a step was interrupted: ask again"))
-            elif call not in submitted:
+            elif call not in waiting:
                 call.replayed = 0
-                self._inbox.appendleft((False, call))
+                self._inbox.appendleft(_Wish(call))
 
     def _answer_inbox(self) -> None:
         while self._inbox:
-            cancelled, call = self._inbox.popleft()
-            name = call.request.request_id
-            if cancelled:
-                self.engine.cancel(name)
-                call.fail(RequestError("the request was cancelled"))
-                self._drop(call)
-            elif name in self._calls:
-                try:
-                    self.engine.submit(call.request)
-                except Exception as error:
+            call, error, session = self._inbox.popleft()
+            if call is None:
+                self.engine.forget(session)
+            elif call.request.request_id in self._calls:
+                if error is not None:
+                    self.engine.cancel(call.request.request_id)
                     self._end(call, error)
+                else:
+                    self._begin(call)
+
+    def _begin(self, call: Call) -> None:
+        try:
+            self.engine.submit(call.request)
+        except Exception as error:
+            self._end(call, error)
 
     def _ring(self) -> None:
         """Wakes who has something to read. Under the lock."""

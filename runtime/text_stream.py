@@ -12,8 +12,13 @@ from aotc.errors import DeadlineExceeded, RequestError
 from aotc.runtime.detokenizer import Detokenizer, StopStrings
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import Request, TokenOutput
+from aotc.runtime.tokenizer import Tokenizer
 
 NO_TOKEN = "the model gave no valid token (NaN logits, or every token was forbidden)"
+
+
+class Superseded(RequestError):
+    """A session computed ahead, and its turn has begun."""
 
 
 class Chunk(NamedTuple):
@@ -75,8 +80,8 @@ class TextStream:
             return Chunk(text, (output.token_id,), "stop")
         if output.finish_reason is None:
             return Chunk(text, (output.token_id,), None)
-        self.stop_reason = output.stop_reason
         rest, stop = self.stops.push(self.detokenizer.flush(), may_stop)
+        self.stop_reason = output.stop_reason if stop is None else stop
         text += rest
         if stop is None:
             text += self.stops.flush()
@@ -152,6 +157,23 @@ class Call:
         self.read_text += chunk.text
         self.read_tokens += chunk.token_ids
         return chunk
+
+    def read_all(self) -> None:
+        """Takes all chunks."""
+        while self.chunks:
+            self.read()
+
+    def given(self, tokenizer: Tokenizer) -> tuple[list[int], str]:
+        """What the reader was given: token ids, and text after them that is no whole token of the answer."""
+        whole = self.finish_reason is not None and not self.chunks
+        if whole and not isinstance(self.stream.stop_reason, str):
+            return self.tokens, ""
+        skip = self.stream.params.skip_special_tokens
+        for count in range(len(self.read_tokens), 0, -1):
+            text = tokenizer.decode(self.read_tokens[:count], skip)
+            if self.read_text.startswith(text):
+                return self.read_tokens[:count], self.read_text[len(text) :]
+        return [], self.read_text
 
     def fail(self, error: BaseException) -> None:
         if not self.finished:

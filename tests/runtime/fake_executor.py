@@ -50,6 +50,7 @@ class FakeExecutor:
     page_size: int = 4
     offload_memory: int = 0
     cache: dict[int, list[int] | None] = field(default_factory=dict)
+    left: dict[int, list[int] | None] = field(default_factory=dict)
     steps: list[list[tuple[str, int, bool]]] = field(default_factory=list)
     copied: list[tuple[str, int]] = field(default_factory=list)
 
@@ -59,6 +60,7 @@ class FakeExecutor:
 
     def start(self, sequence):
         assert 0 <= sequence.slot < self.max_num_seqs
+        self.left[sequence.slot] = self.cache.get(sequence.slot)
         self.cache[sequence.slot] = None
 
     def save_pages(self, ids):
@@ -77,10 +79,13 @@ class FakeExecutor:
                         np.full((len(rows), 21), -1, np.int32))  # fmt: skip
         for n, (sequence, start, count, samples) in enumerate(rows):
             cache = self.cache[sequence.slot]
-            if cache is None:  # what it begins with: nothing, or what is in its pages
-                assert start == 0 or self.num_pages
-                places = sequence.pages.ids[: -(-start // self.page_size)] if start else []
-                cache = self.cache[sequence.slot] = self.pages[places].reshape(-1)[:start].tolist()
+            if cache is None:  # what it begins with: nothing, or what is in its pages, or what its session left here
+                if self.num_pages:
+                    places = sequence.pages.ids[: -(-start // self.page_size)] if start else []
+                    cache = self.pages[places].reshape(-1)[:start].tolist()
+                else:
+                    cache = (self.left[sequence.slot] or [])[:start]
+                self.cache[sequence.slot] = cache
             assert count > 0 and start == len(cache)
             cache += sequence.tokens[start : start + count]
             if self.num_pages:
