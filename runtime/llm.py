@@ -24,8 +24,8 @@ from aotc.runtime.text_stream import Call, Chunk, Completion, TextStream, Timing
 
 if TYPE_CHECKING:
     from aotc.runtime.chat_template import ChatTemplate
-    from aotc.runtime.devices.opening import Opening
     from aotc.runtime.conversation import Conversation
+    from aotc.runtime.devices.opening import Opening
     from aotc.runtime.tokenizer import Tokenizer
 
 __all__ = ["LLM", "Chunk", "Completion", "TextStream", "Timings"]
