@@ -63,6 +63,19 @@ def test_one_caller_that_asks_again_is_never_waited_for(think, run_time):
     assert callers(BatchOptions(16), 1, run_time, 2.0, think) == (1.0, 0.0)
 
 
+def test_who_is_left_alone_is_soon_not_waited_for():
+    p = policy()
+    now, waits = steady(p, 0.5), 0
+    for n in range(10):
+        p.add("q", n, now)
+        leaves = p.wake()
+        waits += leaves > now
+        assert p.take(leaves).items == [n]
+        p.ran("q", 0.1)
+        now = leaves + 0.3
+    assert 1 <= waits <= 3
+
+
 @pytest.mark.parametrize(("run_time", "least"), [(0.0001, 11), (0.002, 6)])
 def test_callers_that_ask_again_run_together(run_time, least):
     """All at once, or, where runs are long, in two groups of which one waits while the other runs."""

@@ -322,6 +322,17 @@ def test_a_run_in_the_callers_stream_is_not_waited_for_but_ordered(gpu):
     assert gpu.driver.everything == {}
 
 
+def test_a_binding_that_still_runs_is_waited_for_before_its_graphs_go(gpu):
+    placed = {name: gpu.put(array) for name, array in arrays().items()}
+    run = gpu.model.bind(**placed, stream=gpu.driver.do_cuStreamCreate(0))
+    run()
+    run.close()
+    assert gpu.driver.calls["cuEventSynchronize"] == 1
+    gpu.model(x=arrays()["x"], scale=arrays()["scale"])
+    gpu.model.close()
+    assert (gpu.driver.calls["cuEventSynchronize"], gpu.driver.calls["cuStreamWaitEvent"]) == (1, 0), "its event is gone"
+
+
 def test_what_a_binding_takes_is_given_back(gpu):
     placed = {name: gpu.put(array) for name, array in arrays().items()}
     stream = gpu.driver.do_cuStreamCreate(0)

@@ -9,6 +9,7 @@ import pytest
 from tensor_models import mixed, two_dims
 
 import aotc
+from aotc.artifact.plan import evaluate
 from aotc.errors import RequestError
 from aotc.runtime import signature
 
@@ -109,6 +110,23 @@ def test_outputs_that_are_the_same_value_are_arrays_of_their_own(tmp_path):
     assert not any(np.shares_memory(got[a], b) for a, b in (("same", x), ("y", got["again"])))
 
 
+def test_short_runs_take_one_thread(folder, monkeypatch):
+    with aotc.load(folder, device="cpu") as model:
+        program, used = model._program._program, []
+        work = [sum(evaluate(c.flops, d) + evaluate(c.bytes, d) for c in model.plan.calls())
+                for d in ({"batch": 2, "time": 3}, {"batch": 8, "time": 16})]  # fmt: skip
+        assert work[0] < work[1] - 1
+        monkeypatch.setattr("aotc.runtime.tensor_model._SHORT", work[1] - 1)
+        for name in ("call", "call_alone"):
+            run = getattr(program, name)
+            monkeypatch.setattr(program, name, lambda name=name, run=run: (used.append(name), run()))
+        for _ in range(2):
+            for sizes in ((2, 3), (8, 16)):
+                arrays = given(*sizes)
+                np.testing.assert_allclose(model(**arrays)["y"], expected(**arrays), rtol=1e-5, atol=1e-6)
+    assert used == ["call_alone", "call"] * 2
+
+
 def _in_child(model, folder, arrays, queue):
     try:
         model(**arrays)
@@ -122,6 +140,7 @@ def _in_child(model, folder, arrays, queue):
 @pytest.mark.parametrize("held", [False, True])
 def test_a_forked_process_is_told_to_load_the_model_itself(folder, monkeypatch, held):
     monkeypatch.setenv("AOTC_NUM_THREADS", "2")
+    monkeypatch.setattr("aotc.runtime.tensor_model._SHORT", -1)  # all threads run it
     model, arrays = aotc.load(folder, device="cpu"), given(2, 3)
     model(**arrays)
     context = multiprocessing.get_context("fork")
