@@ -123,7 +123,7 @@ class _Layer:
         if self.scale is None:
             return None
         (sums,), at = self.scale.inputs, self.scale.attrs
-        return Scale(self.frame.pointers[sums], sums.type.shape[-1], at.size, SYNTAX.literal(at.eps, f32))
+        return Scale(self.frame.pointers[sums], self.frame.upper(sums.type.shape[-1]), at.size, SYNTAX.literal(at.eps, f32))
 
 
 def _matvec(layer: _Layer, tile: schedule.Tile) -> Source:

@@ -160,7 +160,7 @@ def test_a_preempted_request_does_not_count_as_one_that_waits_for_its_first_turn
 def test_who_is_told_to_come_back_is_told_how_long_a_slot_took():
     clock = Clock()
     engine, _ = make(max_num_seqs=1, options={"max_num_queued_reqs": 1, "clock": clock})
-    for n in range(30):
+    for _ in range(30):
         engine.submit(request("a", [1], max_tokens=1))
         clock.now += 10.0
         engine.step()
