@@ -63,7 +63,8 @@ bench: build/smollm2 ## measure the demo's model
 	$(AOTC) bench startup build/smollm2
 	$(AOTC) bench latency build/smollm2
 
-soak: $(READY) ## repeat the property tests on ROUNDS fresh seeds
+soak: $(READY) ## long random runs of the engine, and the property tests on ROUNDS fresh seeds
+	AOTC_SOAK_STEPS=100000 $(PYTEST) -n 2 tests/runtime/test_kv_model.py tests/runtime/test_engine_model.py
 	for seed in $$(seq $(ROUNDS)); do \
 	  $(PYTEST) -n 2 -m 'hypothesis and not gpu' --hypothesis-profile=soak --hypothesis-seed=$$seed; done
 

@@ -1,7 +1,10 @@
 """Artifacts of the real model, compiled once a session, and transformers' own copy of it."""
 
+import json
+
 import pytest
 
+from aotc.artifact.reader import open_artifact
 from aotc.cli import main
 
 PROMPT_TEXT = (
@@ -50,3 +53,18 @@ def prompts(smollm2_gguf):
     ids = Tokenizer.from_str(json.decode()).encode(PROMPT_TEXT * 6).ids
     lengths = [5, 6, 7, 9, 12, 16, 17, 23, 31, 32, 33, 48, 64, 65, 100, 127, 128, 129, 200, 300]
     return [ids[3 * n : 3 * n + length] for n, length in enumerate(lengths)]
+
+
+@pytest.fixture(scope="session")
+def both_layouts(tmp_path_factory, tiny_config):
+    """A tiny decoder with both KV layouts, in f32 for 4 rows, 48 tokens a step and pages of 16 tokens.
+
+    Heads of 32 take the vector kernels; a window of 40 is longer than a page and shorter than a sequence.
+    """
+    folder = tmp_path_factory.mktemp("paged")
+    config = {**tiny_config, "head_dim": 32, "max_position_embeddings": 100, "sliding_window": 40}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}))
+    arguments = ["compile", str(folder), "--weights", "random:7", "--arch", "cpu", "--dtype", "f32", "--max-num-seqs", "4"]
+    arguments += ["--max-num-batched-tokens", "48", "--kv-page-size", "16", "-o", str(folder / "artifact"), "--quiet"]
+    assert main(arguments) == 0
+    return open_artifact(folder / "artifact")

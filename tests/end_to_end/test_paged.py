@@ -1,7 +1,5 @@
 """Static and paged caches say the same: one artifact with both, mixed requests, pools so small that sequences lose theirs."""
 
-import json
-
 import numpy as np
 import pytest
 
@@ -17,15 +15,8 @@ from aotc.verifier import verify_artifact
 
 
 @pytest.fixture(scope="module")
-def artifact(tmp_path_factory, tiny_config):
-    """Heads of 32 take the vector kernels; a window of 40 is longer than a page and shorter than a sequence."""
-    folder = tmp_path_factory.mktemp("paged")
-    config = {**tiny_config, "head_dim": 32, "max_position_embeddings": 100, "sliding_window": 40}
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}))
-    arguments = ["compile", str(folder), "--weights", "random:7", "--arch", "cpu", "--dtype", "f32", "--max-num-seqs", "4"]
-    arguments += ["--max-num-batched-tokens", "48", "--kv-page-size", "16", "-o", str(folder / "artifact"), "--quiet"]
-    assert main(arguments) == 0
-    return open_artifact(folder / "artifact")
+def artifact(both_layouts):
+    return both_layouts
 
 
 def requests(count, seed=0):
