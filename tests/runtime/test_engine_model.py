@@ -57,6 +57,7 @@ class Load:
             self.left.remove(name)
             self.seen["cancelled"] += 1
         self.clock.now += 1
+        self.executor.steps.clear()
         for output in self.engine.step():
             assert output.request_id in self.left
             self.take(output)
@@ -91,6 +92,8 @@ class Load:
         assert all((s.slot, s.computed, s.pages.count) == (NO_SLOT, 0, 0) for s in waiting)
         assert engine.offload.used == sum(s.saved.data.nbytes for s in waiting if s.saved)
         assert all(s.saved is None for s in running)
+        if sum(count for step in self.executor.steps for _, count, _ in step) < self.executor.max_num_batched_tokens:
+            assert all(s.pending == 1 for s in running), "a step had room for more of a prompt"
         contents = {}
         for s in running:
             assert s.pages.count == -(-s.computed // PAGE)

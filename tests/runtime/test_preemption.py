@@ -63,8 +63,38 @@ def test_only_pages_that_are_not_known_any_more_are_copied_back():
     out = run(engine)
     assert executor.copied == [("save", 3), ("load", 1)], "of three full pages, the other sequence took the last one"
     assert tokens(out, "young") == expected([2] * 9, 8) and all_free(engine, executor)
-    engine.submit(request("again", [2] * 9, max_tokens=1))
-    assert run(engine)["again"][0].cached_tokens == 8, "pages that came back are known again"
+
+
+def test_pages_that_came_back_are_known_again():
+    engine, executor = make(
+        num_pages=4, max_num_seqs=2, max_num_batched_tokens=40, options={"costs": COPY, "offload_memory": PLENTY}
+    )
+    engine.submit(request("old", [1, 1, 1], max_tokens=14))
+    engine.submit(request("young", [2, 2, 2], max_tokens=14))
+    out = run(engine)
+    assert executor.copied == [("save", 2), ("load", 2)], "the other sequence took both"
+    engine.submit(request("again", [2, 2, 2, *tokens(out, "young")[:6]], max_tokens=1))
+    assert run(engine)["again"][0].cached_tokens == 8
+
+
+def test_a_sequence_that_comes_back_takes_what_others_computed_meanwhile():
+    """Its copies hold 5 tokens of its prompt; another request with the same prompt has computed all of it since."""
+    engine, executor = make(
+        num_pages=10, max_num_seqs=2, max_num_batched_tokens=6, options={"costs": COPY, "offload_memory": PLENTY}
+    )
+    engine.submit(request("other", [1] * 5, max_tokens=4))
+    engine.step()
+    engine.submit(request("late", [2] * 12, priority=1, max_tokens=3))
+    engine.step()
+    (late,) = [s for s in engine.scheduler.running if s.request.request_id == "late"]
+    assert late.computed == 5
+    engine.scheduler._preempt(late)
+    engine.submit(request("same", [2] * 12, max_tokens=3))
+    out = run(engine)
+    assert executor.copied == [("save", 2)], "nothing had to be copied back"
+    assert {o.cached_tokens for o in out["late"]} == {0}
+    assert tokens(out, "late") == expected([2] * 12, 3) == tokens(out, "same") and all_free(engine, executor)
+    assert [c for step in executor.steps for name, c, _ in step if name == "late"][:2] == [5, 4]
 
 
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
