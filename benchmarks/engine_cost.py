@@ -18,7 +18,7 @@ from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import Request, Row, Sequence
 
 LENGTH = 4096  # tokens that a sequence may have
-GOALS = {1: 50.0, 64: 1000.0}  # microseconds a step, by rows
+GOALS = {1: 50.0, 64: 1000.0}  # microseconds a step in which all rows decode, by rows
 
 
 @dataclass
@@ -105,7 +105,7 @@ def main() -> None:
         for name, measure in kinds.items():
             times = measure()
             p50, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]
-            goal = f"   goal {GOALS[seqs]:.0f}: {'met' if p50 <= GOALS[seqs] else 'MISSED'}"
+            goal = "" if name.startswith("arrivals") else f"   goal {GOALS[seqs]:.0f}: {'met' if p50 <= GOALS[seqs] else 'MISSED'}"
             print(f"{seqs:4}  {name:24} {p50:8.1f} {p99:8.1f}{goal}")
 
 

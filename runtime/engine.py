@@ -109,7 +109,7 @@ class Engine:
             raise RequestError(f"the prompt has {length} tokens; the model was compiled for {most} with its answer")
         self._require_pages(request)
         vocab = self._executor.vocab_size
-        if not all(0 <= t < vocab for t in request.prompt_token_ids):
+        if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= vocab:
             raise RequestError(f"the prompt holds a token id outside 0..{vocab - 1}")
         request.params.check_vocab(vocab)
         self._limits.check(request)
@@ -211,5 +211,5 @@ def _logprobs(sequence: Sequence, row: int, result: StepResult) -> tuple[tuple[i
     asked = sequence.request.params.logprobs
     if asked is None:
         return ()
-    ids, values = result.logprob_ids[row], result.logprobs[row]
-    return tuple((int(ids[i]), float(values[i])) for i in range(asked + 1) if ids[i] >= 0)
+    ids, values = result.logprob_ids[row, : asked + 1].tolist(), result.logprobs[row, : asked + 1].tolist()
+    return tuple((i, value) for i, value in zip(ids, values, strict=True) if i >= 0)

@@ -68,7 +68,7 @@ class Scheduler:
                 continue
             row = self._row(sequence, budget)
             for victim in self._make_room(row):
-                budget += rows.pop(victim).count if victim in rows else 0
+                rows.pop(victim, None)
             if sequence.slot != NO_SLOT:
                 rows[sequence] = row
                 budget -= row.count
