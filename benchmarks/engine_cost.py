@@ -105,7 +105,8 @@ def main() -> None:
         for name, measure in kinds.items():
             times = measure()
             p50, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]
-            goal = "" if name.startswith("arrivals") else f"   goal {GOALS[seqs]:.0f}: {'met' if p50 <= GOALS[seqs] else 'MISSED'}"
+            verdict = "met" if p50 <= GOALS[seqs] else "MISSED"
+            goal = "" if name.startswith("arrivals") else f"   goal {GOALS[seqs]:.0f}: {verdict}"
             print(f"{seqs:4}  {name:24} {p50:8.1f} {p99:8.1f}{goal}")
 
 
