@@ -89,6 +89,8 @@ class Answer:
         """`turn` is the request's priority and cache salt."""
         self._model, self._turn, self._request_id = model, turn, request_id
         self._unsent = 0  # bytes
+        self._unbegun = len(prompts) * params.n
+        model.starting += self._unbegun
         self._seed, self._head, self._chat = seed, head, chat
         self._failed = False  # by our fault
         self._prompt_tokens = sum(map(len, prompts))
@@ -103,6 +105,12 @@ class Answer:
 
     async def whole(self, request: Request) -> Response:
         """The answer in one piece. Raises RequestError, EngineGone and NoToken; ClientDisconnect when nobody waits."""
+        try:
+            return await self._whole(request)
+        finally:
+            self._begin(self._unbegun)
+
+    async def _whole(self, request: Request) -> Response:
 
         async def drain(choice: Choice) -> None:
             async for _ in self._run(choice):
@@ -124,7 +132,7 @@ class Answer:
 
     def stream(self, include_usage: bool) -> Response:
         """The answer as server-sent events."""
-        return EventStream(self._events(include_usage))
+        return EventStream(self._events(include_usage), lambda: self._begin(self._unbegun))
 
     async def _events(self, include_usage: bool) -> AsyncGenerator[bytes, None]:
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()  # a slow reader holds up no other: MAX_UNSENT bounds it
@@ -143,6 +151,11 @@ class Answer:
             if include_usage:
                 yield event({**self._head, "choices": [], "usage": self._usage()})
             yield DONE
+
+    def _begin(self, count: int) -> None:
+        """So many choices are the engine's to count from now on, or will never begin."""
+        self._unbegun -= count
+        self._model.starting -= count
 
     @contextlib.asynccontextmanager
     async def _counted(self) -> AsyncGenerator[None, None]:
@@ -189,6 +202,7 @@ class Answer:
 
     async def _run(self, choice: Choice) -> AsyncGenerator[Piece, None]:
         """Yields each piece of text that has become final. Leaving the iteration frees the engine's slot."""
+        self._begin(1)
         metrics = self._model.metrics
         begin = last = time.monotonic()
         reason = "abort"

@@ -227,7 +227,7 @@ class Server:
             raise BadRequest(f"the engine cannot start: {model.engine.failed}", 503)
         if count > most:
             raise BadRequest(f"the request asks for {count} answers, this server takes {most} at once", param="n")
-        if model.engine.unfinished + count > most:
+        if model.engine.unfinished + model.starting + count > most:
             raise BadRequest("too many requests are waiting: try again later", 429, code="rate_limit_exceeded")
         seconds = model.breaker.retry_after()
         if seconds is not None:

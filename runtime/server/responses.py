@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
@@ -51,15 +51,18 @@ def event(value: Any) -> bytes:
 
 class EventStream(StreamingResponse):
     """Server-sent events. The generator is closed when the response ends, however it ends, not when it is collected:
-    what it holds (the engine's slots) is free at once."""
+    what it holds (the engine's slots) is free at once. `ended` is called then, also where nothing was ever sent."""
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], ended: Callable[[], None]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._events = events
+        self._events, self._ended = events, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._events):
-            await super().__call__(scope, receive, send)
+        try:
+            async with contextlib.aclosing(self._events):
+                await super().__call__(scope, receive, send)
+        finally:
+            self._ended()
 
 
 def completion_logprobs(logprobs: list[dict[str, Any]]) -> dict[str, Any]:

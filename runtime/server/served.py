@@ -25,6 +25,7 @@ class ServedModel:
     metrics: ModelMetrics
     generation_config: dict[str, Any] = field(default_factory=dict)
     request_timeout: float | None = None  # seconds from a request's submission to the end of its answer
+    starting: int = 0  # answers that were admitted and that the engine does not count yet
     breaker: CircuitBreaker = field(default_factory=CircuitBreaker)
 
     def __post_init__(self) -> None:

@@ -4,12 +4,17 @@ over a fake driver, and an artifact for them."""
 import contextlib
 import importlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import serving
 import tokenizers
 from fake_cuda import FakeDriver
-from serving import Running
+from serving import Running, alive, wait
 
 from aotc.artifact.reader import open_artifact
 from aotc.cli import main
@@ -42,6 +47,25 @@ def fresh(byte_tokenizer, tmp_path):
     """fresh(**options) -> a server of its own, ended with the test."""
     with contextlib.ExitStack() as stack:
         yield lambda **options: stack.enter_context(Running(tmp_path, byte_tokenizer, **options))
+
+
+@pytest.fixture
+def process(byte_tokenizer, tmp_path):
+    """A server process of its own: (process, its address, the engine's pid)."""
+    path = tmp_path / "tokenizer.json"
+    byte_tokenizer.backend.save(str(path))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, serving.__file__, str(tmp_path), str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as server:
+        try:
+            address = ("127.0.0.1", int(server.stdout.readline()))
+            (engine,) = wait(lambda: serving.log_of(tmp_path, "start"))
+            yield server, address, engine["pid"]
+        finally:
+            server.kill()
+            for line in serving.log_of(tmp_path, "start"):  # a test that failed leaves none behind either
+                if alive(line["pid"]):
+                    os.kill(line["pid"], signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")

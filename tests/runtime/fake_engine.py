@@ -2,8 +2,8 @@
 
 It answers with its prompt, over and over, from an offset that seed and choice decide where the temperature is not 0.
 Words in the prompt make it misbehave at output number N: `eos:N` ends, `nan:N` gives no valid token, `fault:N` is an
-error of the device, `die:N` ends the process the first time and `kill:N` every time. `slow` takes 20 ms a step, `nap` a
-second and a half for the first token, `stuck` the first time never returns.
+error of the device, `bug:N` an exception, `die:N` ends the process the first time and `kill:N` every time. `slow` takes
+20 ms a step, `nap` a second and a half for the first token, `stuck` the first time never returns.
 
 Files in FOLDER, looked at on start: `refuse` and `unplugged` hold the message with which it refuses for the artifact's
 sake or for the device's, `crash` ends it without one, `load` makes it load for ever, once, `babble` holds bytes that it
@@ -31,7 +31,7 @@ from aotc.runtime.server.engine_process import Channel, belong_to_server, serve_
 from aotc.runtime.server.messages import Ready, Unusable
 
 EOS, VOCAB, MAX_MODEL_LEN = 257, 258, 200
-_COMMAND = re.compile(r"(eos|nan|die|kill|fault):(\d+)")
+_COMMAND = re.compile(r"(eos|nan|die|kill|fault|bug):(\d+)")
 
 
 @dataclass
@@ -86,6 +86,8 @@ class FakeExecutor:
                     return -1
                 if word == "fault":
                     raise DeviceLostError("step 3 failed in program decode_1")
+                if word == "bug":
+                    raise ZeroDivisionError
                 if word == "kill" or self._first_time():
                     os._exit(1)
         shift = 0 if request.params.greedy else 7 * request.seed + request.choice

@@ -29,7 +29,7 @@ class Running:
 
     def __init__(
         self, folder, tokenizer, api_key=None, queue=64, seqs=4, template=TEMPLATE, shutdown=5, config=None,
-        names=("fake",), breaker=None, load_timeout=60.0, access_log=False, request_timeout=None,
+        names=("fake",), breaker=None, port=0, load_timeout=60.0, access_log=False, request_timeout=None,
     ):  # fmt: skip
         self.folder = folder
         self.metrics = Metrics("aotc")
@@ -48,11 +48,11 @@ class Running:
         level = logging.getLevelName(logging.getLogger("uvicorn").level).lower()
         level = "critical" if level == "notset" else level  # those of a test's log
         self.http = HttpServer(self.server, log_level=level, access_log=access_log, shutdown_timeout=shutdown)
-        self.socket = listen("127.0.0.1", 0)
+        self.socket = listen("127.0.0.1", port)
         self.address = self.socket.getsockname()
         self.url = f"http://127.0.0.1:{self.address[1]}"
         self.thread = threading.Thread(target=lambda: asyncio.run(self.http.serve([self.socket])))
-        self.client = httpx.Client(base_url=self.url, timeout=20)
+        self.client = httpx.Client(base_url=self.url, timeout=60)
 
     def __enter__(self):
         self.thread.start()
@@ -148,7 +148,31 @@ def events(response):
     return [json.loads(line) for line in lines[:-1]]
 
 
-if __name__ == "__main__":  # serving.py FOLDER TOKENIZER: a server in a process of its own, for signals
-    running = Running(Path(sys.argv[1]), Tokenizer(sys.argv[2], {"eos_token_id": 257}))
+def later(function, *arguments, **fields):
+    """Calls in a thread; the result of the returned function is that of the call."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function(*arguments, **fields)))
+    thread.start()
+
+    def result(seconds=20):
+        thread.join(seconds)
+        return results[0]
+
+    return result
+
+
+def read(connection, enough=None):
+    """What a raw connection receives until `enough` is in it, or until the other end closes."""
+    data = b""
+    while enough is None or enough not in data:
+        part = connection.recv(1 << 16)
+        if not part:
+            return data
+        data += part
+    return data
+
+
+if __name__ == "__main__":  # serving.py FOLDER TOKENIZER [PORT]: a server in a process of its own, for signals
+    running = Running(Path(sys.argv[1]), Tokenizer(sys.argv[2], {"eos_token_id": 257}), port=int((*sys.argv[3:], 0)[0]))
     print(running.address[1], flush=True)
     running.http.run([running.socket])

@@ -11,7 +11,7 @@ import time
 
 import pytest
 import serving
-from serving import alive, events, post, wait
+from serving import alive, events, later, post, read, wait
 
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.server import engine_client
@@ -19,34 +19,10 @@ from aotc.runtime.server import engine_client
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-def later(function, *arguments, **fields):
-    """Calls in a thread; the result of the returned function is that of the call."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function(*arguments, **fields)))
-    thread.start()
-
-    def result():
-        thread.join(20)
-        return results[0]
-
-    return result
-
-
 def error(response, status=503):
     """The message of an error object."""
     assert response.status_code == status, response.text
     return response.json()["error"]["message"]
-
-
-def read(connection, enough=None):
-    """What a raw connection receives until `enough` is in it, or until the other end closes."""
-    data = b""
-    while enough is None or enough not in data:
-        part = connection.recv(1 << 16)
-        if not part:
-            return data
-        data += part
-    return data
 
 
 # Clients
@@ -234,6 +210,16 @@ def test_a_request_that_ends_every_engine_is_given_up(fresh, monkeypatch):
     assert len(running.log("start")) == 3
 
 
+@pytest.mark.parametrize(("word", "code"), [("bug", 1), ("fault", 70)])
+def test_an_exception_in_a_step(fresh, monkeypatch, caplog, word, code):
+    """The engine ends rather than go on with what it does not know; the next one answers."""
+    monkeypatch.setattr(engine_client, "BACKOFF", (0.01,))
+    running = fresh().wait_ready()
+    assert "failed while it answered" in error(running.complete(f"{word}:2"))
+    assert running.complete("abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
+    assert f"exit code {code}" in caplog.text and len(running.log("start")) == 2
+
+
 def test_an_engine_that_does_not_start_is_tried_again_ever_later(fresh, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(engine_client, "BACKOFF", (0.01, 0.02, 0.03))
     (tmp_path / "crash").touch()
@@ -402,25 +388,6 @@ def test_nan_logits_give_an_error_and_no_text(server, stream):
 
 
 # The end
-
-
-@pytest.fixture
-def process(byte_tokenizer, tmp_path):
-    """A server process of its own: (process, its address, the engine's pid)."""
-    path = tmp_path / "tokenizer.json"
-    byte_tokenizer.backend.save(str(path))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    command = [sys.executable, serving.__file__, str(tmp_path), str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as server:
-        try:
-            address = ("127.0.0.1", int(server.stdout.readline()))
-            (engine,) = wait(lambda: serving.log_of(tmp_path, "start"))
-            yield server, address, engine["pid"]
-        finally:
-            server.kill()
-            for line in serving.log_of(tmp_path, "start"):  # a test that failed leaves none behind either
-                if alive(line["pid"]):
-                    os.kill(line["pid"], signal.SIGKILL)
 
 
 def test_sigterm_lets_streams_finish(process):
