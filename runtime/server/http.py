@@ -44,7 +44,8 @@ class HttpServer(uvicorn.Server):
         self.should_exit = self._server.draining = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await asyncio.sleep(0)  # a turn of the loop: what has connected by now is accepted, and not reset
+        for _ in range(4):  # turns of the loop: what has connected by now is accepted, and not reset
+            await asyncio.sleep(0)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -44,7 +44,6 @@ def test_what_waits_for_a_slow_reader_is_bounded(fresh, monkeypatch):
     running = small_buffers(fresh())
     with unread(running, LONG) as client:
         wait(lambda: running.submitted("dawdle") == 4 and running.engine.unfinished == 0)
-        assert len(running.log("cancel")) > 0
         assert running.complete("abc", max_tokens=5).json()["choices"][0]["text"] == "abcab"
         data = read(client, b"[DONE]")
     assert b"reads its answer too slowly" in data and len(data) < 300_000
@@ -84,7 +83,8 @@ def test_a_head_in_small_pieces_is_in_time(fresh, monkeypatch):
             client.sendall(bytes([byte]))
         assert read(client, b'{"status":"live"}').startswith(b"HTTP/1.1 200")
         (kept,) = [c for c in running.http.server_state.connections if c.client == client.getsockname()]
-        assert kept.cycle.response_complete and kept._head is None
+        wait(lambda: kept.cycle.response_complete)
+        assert kept._head is None
 
 
 def test_peers_that_vanish_are_looked_for(fresh):
@@ -167,46 +167,49 @@ def test_ten_thousand_queued_requests(fresh):
     wait(lambda: running.engine.load.running == running.engine.load.waiting == running.engine.unfinished == 0, 30)
 
 
-def ask_for_ever(address, results, stop):
-    """One request after the other until the server is gone; notes how each one ended."""
-    body = {"prompt": "slow", "max_tokens": 8, "temperature": 0}
-    while not stop.is_set():
+def ask_for_ever(address, name, results, stop):
+    """One request after the other until the server is gone; notes how each one ended, by its prompt."""
+    for number in range(1000):
+        if stop.is_set():
+            return
+        prompt = f"slow{name}.{number}"
+        body = {"prompt": prompt, "max_tokens": len(prompt), "temperature": 0}
         try:
             client = socket.create_connection(address, timeout=10)
         except ConnectionRefusedError:
-            return results.append("refused")
+            return
         with client:
             try:
                 client.sendall(post(COMPLETIONS, body, {"Connection": "close"}))
                 data = read(client)
-            except ConnectionError:
+            except ConnectionError:  # it connected to a port that was closed before anybody took it in
                 data = b""
         head, _, text = data.partition(b"\r\n\r\n")
-        if head.startswith(b"HTTP/1.1 200") and json.loads(text)["choices"][0]["text"] == "slowslow":
-            results.append("answered")
-        elif head.startswith(b"HTTP/1.1 503") and b"shutting down" in text:
-            results.append("told")
+        if head.startswith(b"HTTP/1.1 200") and json.loads(text)["choices"][0]["text"] == prompt:
+            results[prompt] = "answered"
         else:
-            results.append(data)
+            results[prompt] = "told" if head.startswith(b"HTTP/1.1 503") and b"shutting down" in text else data
 
 
-def test_sigterm_under_load_loses_no_request(process):
-    """Each is answered, or told to go elsewhere, or never got in."""
+def test_sigterm_under_load_loses_no_request(process, tmp_path):
+    """Each is answered, or told to go elsewhere, or never got in: what the engine was asked, the client was told."""
     server, address, engine = process
-    results, stop = [], threading.Event()
-    threads = [threading.Thread(target=ask_for_ever, args=(address, results, stop)) for _ in range(8)]
+    results, stop = {}, threading.Event()
+    threads = [threading.Thread(target=ask_for_ever, args=(address, n, results, stop)) for n in range(8)]
     for thread in threads:
         thread.start()
     try:
-        wait(lambda: results.count("answered") >= 12)
+        wait(lambda: list(results.values()).count("answered") >= 12)
         server.send_signal(signal.SIGTERM)
         assert server.wait(20) == -signal.SIGTERM
     finally:
         stop.set()
         for thread in threads:
             thread.join(20)
-    assert set(results) <= {"answered", "told", "refused"}, results
-    assert results.count("refused") == 8 and not alive(engine)
+    assert set(results.values()) <= {"answered", "told", b""}, results
+    assert list(results.values()).count(b"") <= 8  # at most the last one of each
+    begun = {line["prompt"] for line in serving.log_of(tmp_path, "submit")}
+    assert begun == {prompt for prompt, end in results.items() if end == "answered"} and not alive(engine)
 
 
 def test_a_killed_server_starts_again_on_its_port(process, tmp_path):
