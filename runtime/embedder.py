@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from aotc.runtime.devices.opening import Opening
 
 BYTES_A_TOKEN = 128  # a text with more bytes for each token that the model takes is refused before it is looked at
+LONG_TEXT = 1 << 14  # characters, or tokens, that an event loop does not look at itself
 MOST_TOKENS = 4096  # of a call, padding included: more do not run faster, and take more memory
 
 
@@ -23,19 +25,23 @@ class Embedder:
     """A loaded text encoder. Thread-safe. A context manager that closes it.
 
     `max_length` is how many tokens a text may have, `hidden_size` how many numbers a vector has, and `normalized`
-    whether these have length 1, so that their products are cosines.
+    whether these have length 1, so that their products are cosines. Options are those of a TensorModel's batcher:
+    `max_batch_size`, `max_wait_ms` and `min_batch_size`.
     """
 
-    def __init__(self, artifact: Artifact, *, device: str = "auto", opening: Opening | None = None) -> None:
+    def __init__(
+        self, artifact: Artifact, *, device: str = "auto", opening: Opening | None = None, **batching: Any
+    ) -> None:  # fmt: skip
         if not artifact.has("tokenizer.json"):
             raise ArtifactError(f"{artifact.path} has no tokenizer: compile the model again")
         self.artifact, entry = artifact, artifact.manifest.model
-        self.model = TensorModel(artifact, device=device, opening=opening)
+        self.model = TensorModel(artifact, device=device, opening=opening, **batching)
         self.tokenizer = Tokenizer(artifact.file("tokenizer.json"))
         self.memory = self.model.memory
         """Exact bytes of what this model allocated."""
         self.max_length, self.normalized = entry.max_model_len, entry.normalize
         self._vocab_size, self._max_batch = entry.vocab_size, entry.max_rows
+        self._max_shared = min(entry.max_rows, batching.get("max_batch_size") or entry.max_rows)
         (output,) = self.model.plan.outputs
         size = output.shape[1]
         assert isinstance(size, int)
@@ -70,6 +76,36 @@ class Embedder:
             ids, lengths = padded([tokens[n] for n in places])
             out[places] = self.model(input_ids=ids, lengths=lengths)["embeddings"]
         return out
+
+    async def aembed(
+        self, texts: str | Sequence[str] | Sequence[Sequence[int]], *, truncate: bool = False,
+        deadline_ms: float | None = None,
+    ) -> np.ndarray:  # fmt: skip
+        """The same for an event loop: computed together with texts of other callers that are alike in length.
+
+        Raises DeadlineExceeded, too, where a run did not begin within `deadline_ms`.
+        """
+        if (len(texts) if isinstance(texts, str) else sum(map(len, texts))) > LONG_TEXT:
+            tokens = await asyncio.to_thread(self._tokens, texts, truncate)
+        else:
+            tokens = self._tokens(texts, truncate)
+        out = np.empty((len(tokens), self.hidden_size), np.float32)
+        runs = []
+        try:
+            for places in batches([len(t) for t in tokens], self._max_shared):
+                ids, lengths = padded([tokens[n] for n in places], self._shared_length(tokens, places))
+                future = self.model.submit(deadline_ms=deadline_ms, input_ids=ids, lengths=lengths)
+                runs.append((places, future))
+            for places, future in runs:
+                out[places] = (await future)["embeddings"]
+        finally:
+            for _, future in runs:  # of which one failed, or the caller gave up
+                future.cancel()
+        return out
+
+    def _shared_length(self, tokens: list[list[int]], places: list[int]) -> int:
+        """The padded length that requests share a queue at: that of the longest one's bucket."""
+        return min(bucket(len(tokens[places[0]])), self.max_length)
 
     def _tokens(self, texts: str | Sequence[str] | Sequence[Sequence[int]], truncate: bool) -> list[list[int]]:
         several = [texts] if isinstance(texts, str) else texts
@@ -114,7 +150,7 @@ def padded(tokens: Sequence[Sequence[int]], length: int = 0) -> tuple[np.ndarray
 
 
 def batches(lengths: Sequence[int], max_batch: int) -> Iterator[list[int]]:
-    """Places of texts that are computed together: alike in length, so that little of it is padding, and in one bucket.
+    """Places of texts that are computed together, longest first: in one bucket, so that little of it is padding.
 
     Which texts share a call does not change their vectors by more than rounding.
     """

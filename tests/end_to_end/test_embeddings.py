@@ -1,5 +1,6 @@
 """A real text encoder, all-MiniLM-L6-v2, from its checkpoint to vectors, against transformers' own copy of it."""
 
+import asyncio
 import json
 import threading
 
@@ -10,7 +11,7 @@ from tokenizers import Tokenizer
 import aotc
 from aotc.artifact.reader import open_artifact
 from aotc.cli import main
-from aotc.errors import RequestError
+from aotc.errors import DeadlineExceeded, RequestError
 from aotc.runtime.embedder import bucket
 
 TEXTS = [
@@ -123,6 +124,42 @@ def test_threads_get_their_own_vectors(embedder):
     for thread in threads:
         thread.join()
     assert relative(np.stack([got[n] for n in range(len(texts))]), expected) < 1e-5
+
+
+def test_an_event_loop_shares_batches(embedder):
+    """Callers at once, of texts alike in length and not: each gets its own vectors, of a few runs in common."""
+    texts = [[f"number {n}"] for n in range(12)] + [["a " * n for n in (40, 3, 100)], TEXTS, []]
+    expected = [embedder.embed(some) for some in texts]
+    embedder.embed(["x"])
+    runs, run = [], embedder.model._run
+
+    def counted(given, *more):
+        runs.append(given[0].shape)
+        return run(given, *more)
+
+    async def all_at_once():
+        return await asyncio.gather(*(embedder.aembed(some) for some in texts))
+
+    asyncio.run(all_at_once())  # proves that rows are independent, which takes runs of its own
+    embedder.model._batcher._run = counted
+    got = asyncio.run(all_at_once())
+    for ours, theirs in zip(got, expected, strict=True):
+        assert ours.shape == theirs.shape and (not len(ours) or relative(ours, theirs) < 1e-5)
+    assert sum(rows for rows, _ in runs) == sum(map(len, texts)) and len(runs) < 16
+    assert {bucket(length) for _, length in runs} == {length for _, length in runs}
+
+
+def test_an_event_loop_is_told_of_errors(embedder):
+    async def ask(texts, **options):
+        return await embedder.aembed(texts, **options)
+
+    with pytest.raises(RequestError, match="the text has 302 tokens"):
+        asyncio.run(ask(["short", LONG]))
+    with pytest.raises(RequestError, match="deadline_ms is 0"):
+        asyncio.run(ask("short", deadline_ms=0))
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(ask("short", deadline_ms=1e-6))
+    assert asyncio.run(ask(LONG, truncate=True)).shape == (1, 384)
 
 
 def test_the_command_line(folder, embedder, capsys):
