@@ -64,7 +64,7 @@ class Embedder:
         """
         return [self._encode(text, truncate) for text in texts]
 
-    def embed(self, texts: str | Sequence[str] | Sequence[Sequence[int]], *, truncate: bool = False) -> np.ndarray:
+    def embed(self, texts: str | Sequence[str | Sequence[int]], *, truncate: bool = False) -> np.ndarray:
         """Vectors f32 [n, hidden_size] of texts, or of token ids of each text. One text is n = 1.
 
         Raises RequestError for a text of more than `max_length` tokens, unless `truncate` says to leave its end out,
@@ -77,18 +77,23 @@ class Embedder:
             out[places] = self.model(input_ids=ids, lengths=lengths)["embeddings"]
         return out
 
+    async def aencode(
+        self, texts: str | Sequence[str | Sequence[int]], *, truncate: bool = False
+    ) -> list[list[int]]:  # fmt: skip
+        """`encode` for an event loop, which long texts do not hold up. Token ids are checked, as `embed` does."""
+        if (len(texts) if isinstance(texts, str) else sum(map(len, texts))) > LONG_TEXT:
+            return await asyncio.to_thread(self._tokens, texts, truncate)
+        return self._tokens(texts, truncate)
+
     async def aembed(
-        self, texts: str | Sequence[str] | Sequence[Sequence[int]], *, truncate: bool = False,
+        self, texts: str | Sequence[str | Sequence[int]], *, truncate: bool = False,
         deadline_ms: float | None = None,
     ) -> np.ndarray:  # fmt: skip
         """The same for an event loop: computed together with texts of other callers that are alike in length.
 
         Raises DeadlineExceeded, too, where a run did not begin within `deadline_ms`.
         """
-        if (len(texts) if isinstance(texts, str) else sum(map(len, texts))) > LONG_TEXT:
-            tokens = await asyncio.to_thread(self._tokens, texts, truncate)
-        else:
-            tokens = self._tokens(texts, truncate)
+        tokens = await self.aencode(texts, truncate=truncate)
         out = np.empty((len(tokens), self.hidden_size), np.float32)
         runs = []
         try:
@@ -107,7 +112,7 @@ class Embedder:
         """The padded length that requests share a queue at: that of the longest one's bucket."""
         return min(bucket(len(tokens[places[0]])), self.max_length)
 
-    def _tokens(self, texts: str | Sequence[str] | Sequence[Sequence[int]], truncate: bool) -> list[list[int]]:
+    def _tokens(self, texts: str | Sequence[str | Sequence[int]], truncate: bool) -> list[list[int]]:
         several = [texts] if isinstance(texts, str) else texts
         return [self._encode(t, truncate) if isinstance(t, str) else self._checked(t, truncate) for t in several]
 

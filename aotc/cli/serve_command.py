@@ -1,6 +1,7 @@
-"""Serve an artifact over OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics.
+"""Serve an artifact over OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics; text encoders
+over /v1/embeddings.
 
-Each model runs in a child process. Where it ends, with exit code 70 when the GPU failed in a step, another is started."""
+Each language model runs in a child process. Where it ends, with exit code 70 when the GPU failed in a step, another is started."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ _PREFIX = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", metavar="DIR", nargs="?", help="an artifact of a language model")
+    parser.add_argument("artifact", metavar="DIR", nargs="?", help="an artifact of a language model or a text encoder")
     parser.add_argument(
         "--model", action="append", default=[], metavar="NAME=DIR[,device=cuda:0]",
         help="a model beside it, each in a process of its own; options: device, max-num-seqs, kv-layout, kv-cache-memory",
@@ -85,8 +86,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace, key: str | None) -> int:
+    from aotc.artifact.reader import open_artifact
     from aotc.errors import ArtifactError
     from aotc.runtime.server.app import Server, Settings
+    from aotc.runtime.server.embeddings import open_encoder
     from aotc.runtime.server.http import HttpServer, listen
     from aotc.runtime.server.logs import configure
     from aotc.runtime.server.metrics import Metrics
@@ -95,8 +98,14 @@ def _serve(options: argparse.Namespace, key: str | None) -> int:
     configure(options.log_format, options.log_level)
     metrics = Metrics(options.metrics_prefix)
     timeouts = options.load_timeout, options.request_timeout or None
-    models = [open_model(model, metrics, *timeouts) for model in _models(options)]
-    server = Server(Settings(key, options.max_num_queued_reqs), models, metrics)
+    models, encoders = [], []
+    for model in _models(options):
+        artifact = open_artifact(model.path)
+        if artifact.manifest.model.kind == "embedding":
+            encoders.append(open_encoder(artifact, model.name, model.device, timeouts[1]))
+        else:
+            models.append(open_model(model, metrics, *timeouts))
+    server = Server(Settings(key, options.max_num_queued_reqs), models, metrics, encoders)
     http = HttpServer(
         server, log_level=options.log_level, access_log=not options.disable_access_log,
         shutdown_timeout=options.shutdown_timeout,
@@ -104,7 +113,7 @@ def _serve(options: argparse.Namespace, key: str | None) -> int:
     server.on_failure = http.give_up
     with listen(options.host, options.port) as listener:
         host, port = listener.getsockname()[:2]
-        names = ", ".join(server.served)
+        names = ", ".join([*server.served, *server.encoders])
         print(f"aotc: serving {names} at http://{f'[{host}]' if ':' in host else host}:{port}", file=sys.stderr)
         http.run([listener])
     if server.failure is not None:

@@ -20,8 +20,9 @@ from starlette.routing import Route
 
 from aotc.errors import AotcError
 from aotc.runtime.sampling import SamplingParams
-from aotc.runtime.server import protocol
+from aotc.runtime.server import embeddings, protocol
 from aotc.runtime.server.answer import Answer
+from aotc.runtime.server.embeddings import ServedEncoder
 from aotc.runtime.server.metrics import Metrics
 from aotc.runtime.server.protocol import BadRequest, ChatRequest, CompletionRequest
 from aotc.runtime.server.responses import error_response, json_response, status_of
@@ -47,9 +48,13 @@ class Settings:
 class Server:
     """The routes over the models' engines; all models have names of their own."""
 
-    def __init__(self, settings: Settings, models: Sequence[ServedModel], metrics: Metrics) -> None:
+    def __init__(
+        self, settings: Settings, models: Sequence[ServedModel], metrics: Metrics,
+        encoders: Sequence[ServedEncoder] = (),
+    ) -> None:  # fmt: skip
         self.settings, self.metrics, self.draining = settings, metrics, False
         self.served = {model.name: model for model in models}
+        self.encoders = {encoder.name: encoder for encoder in encoders}
         self.failure: str | None = None  # why it ended by itself
         self.on_failure: Callable[[], None] = lambda: None
         for model in models:
@@ -70,6 +75,7 @@ class Server:
             Route("/v1/models/{model:path}", self._guarded(self.model)),
             Route("/v1/completions", self._guarded(self.completions), methods=["POST"]),
             Route("/v1/chat/completions", self._guarded(self.chat), methods=["POST"]),
+            Route("/v1/embeddings", self._guarded(self.embeddings), methods=["POST"]),
             Route("/tokenize", self._guarded(self.tokenize), methods=["POST"]),
             Route("/detokenize", self._guarded(self.detokenize), methods=["POST"]),
             Route("/health", self.ready),
@@ -105,7 +111,9 @@ class Server:
             except BadRequest as error:
                 response = error_response(str(error), error.status, error.param, error.code, error.retry_after)
             except AotcError as error:
-                response = error_response(str(error), status_of(error), retry_after=int(getattr(error, "retry_after", 1)))
+                response = error_response(
+                    str(error), status_of(error), retry_after=int(getattr(error, "retry_after", 1))
+                )
             except ClientDisconnect:
                 response = Response(status_code=499)
             response.headers["X-Request-Id"] = request_id
@@ -140,10 +148,14 @@ class Server:
         return protocol.decode(bytes(body), kind)
 
     async def models(self, _: Request) -> Response:
-        return json_response({"object": "list", "data": [model.card() for model in self.served.values()]})
+        return json_response({"object": "list", "data": [model.card() for model in self._all().values()]})
 
     async def model(self, request: Request) -> Response:
-        return json_response(self._choose(request.path_params["model"]).card())
+        name = request.path_params["model"]
+        return json_response((self.encoders.get(name) or self._choose(name)).card())
+
+    def _all(self) -> dict[str, ServedModel | ServedEncoder]:
+        return {**self.served, **self.encoders}
 
     async def live(self, _: Request) -> Response:
         return json_response({"status": "live"})
@@ -194,10 +206,19 @@ class Server:
         text = await asyncio.to_thread(model.template.render, asked.messages, **arguments)
         return await self._answer(request, model, asked, [await _encode(model, text, add_special_tokens=False)])
 
+    async def embeddings(self, request: Request) -> Response:
+        asked = await self._body(request, embeddings.EmbeddingRequest)
+        encoder = embeddings.choose(self.encoders, asked.model)
+        if self.draining:
+            raise BadRequest("the server is shutting down", 503)
+        return json_response(await embeddings.answer(encoder, asked, self.settings.max_num_queued_reqs))
+
     def _choose(self, name: str | None) -> ServedModel:
         """The model that a request asks for; it may leave the name out where there is one only."""
         if name is None and len(self.served) == 1:
             return next(iter(self.served.values()))
+        if name in self.encoders:
+            raise BadRequest(f"the model {name} is a text encoder: ask /v1/embeddings", param="model")
         known = ", ".join(self.served)
         if name is None:
             raise BadRequest(f"model must be one of those served here: {known}", param="model")
