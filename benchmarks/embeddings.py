@@ -203,7 +203,7 @@ def _torch(options: argparse.Namespace, texts: list[str]) -> dict[str, Any]:
 
 
 def _onnxruntime(options: argparse.Namespace, texts: list[str]) -> dict[str, Any]:
-    import onnxruntime
+    import onnxruntime  # type: ignore[import-not-found]
     import torch
 
     tokenizer = _tokenizer(options.file)

@@ -62,7 +62,7 @@ def choose(encoders: Mapping[str, ServedEncoder], name: str | None) -> ServedEnc
     """The encoder that a request asks for; it may leave the name out where there is one only. Raises BadRequest."""
     if name is None and len(encoders) == 1:
         return next(iter(encoders.values()))
-    if name in encoders:
+    if name is not None and name in encoders:
         return encoders[name]
     known = f"the text encoders served here: {', '.join(encoders) or 'none'}"
     if name is None:
