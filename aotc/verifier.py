@@ -23,6 +23,7 @@ from aotc.runtime.devices.cpu import CpuLibrary, thread_count
 from aotc.runtime.executor import CpuExecutor
 from aotc.runtime.sampling import SAMPLER_DTYPE, SamplingParams, fill_row
 from aotc.runtime.sequence import Request, Row, Sequence
+from aotc.runtime.tensor_model import TensorModel
 
 CONTEXT = 6  # tokens of the test prompt
 PAGES = 3  # in the cache for each of its rows, more than it takes
@@ -129,7 +130,10 @@ def _say(found: list[Difference]) -> str | None:
 
 
 def _check_source(artifact: Artifact, model: Model) -> str | None:
-    """Logits of the artifact, run on this CPU, against the traced source in f32, interpreted on the same prompt."""
+    """Logits of the artifact, run on this CPU, against the traced source in f32, interpreted on the same prompt; of a
+    text encoder, its vectors."""
+    if model.kind == "embedding":
+        return _check_encoder(artifact, model)
     executor = CpuExecutor(artifact, 1)
     graph = model.graph
     inputs = decoder_inputs(graph, 1, CONTEXT, 0)
@@ -141,3 +145,15 @@ def _check_source(artifact: Artifact, model: Model) -> str | None:
     error = relative_error(ours, theirs)
     limit = 1e-4 if artifact.manifest.model.dtype == "f32" else 2e-2
     return None if error <= limit else f"logits differ by {error:.2g} (limit {limit:g})"
+
+
+def _check_encoder(artifact: Artifact, model: Model) -> str | None:
+    vocab = artifact.manifest.model.vocab_size
+    ids = np.random.default_rng(0).integers(0, vocab, (2, CONTEXT), np.int32)
+    inputs = {"input_ids": ids, "lengths": np.array([CONTEXT, CONTEXT // 2], np.int32)}
+    with TensorModel(artifact, device="cpu") as program:
+        ours = program(**inputs)["embeddings"]
+    theirs = interpret(model.graph, inputs, lambda k: read_logical(model.weights, k))["embeddings"]
+    error = relative_error(ours, theirs)
+    limit = 1e-5 if artifact.manifest.model.dtype == "f32" else 2e-2
+    return None if error <= limit else f"embeddings differ by {error:.2g} (limit {limit:g})"

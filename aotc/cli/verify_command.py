@@ -1,10 +1,16 @@
 """Check an artifact: every checksum, every kernel of every program against the interpreter, and, with --against,
-the logits of the model that it was compiled from. Needs the compiler's packages (pip install aotc[compile])."""
+the logits, or vectors, of the model that it was compiled from. Needs the compiler's packages (pip install aotc[compile])."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from aotc.artifact.manifest import Model as Entry
+    from aotc.frontend.model import Model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,11 +26,7 @@ def run(options: argparse.Namespace) -> int:
     artifact = open_artifact(options.artifact)
     model = None
     if options.against:
-        from aotc.frontend.checkpoint import open_checkpoint
-        from aotc.frontend.decoder import trace_decoder
-
-        entry = artifact.manifest.model
-        model = trace_decoder(open_checkpoint(options.against), "f32", entry.max_model_len)
+        model = _source(options.against, artifact.manifest.model)
     faults = 0
     for result in verify_artifact(artifact, model):
         print(
@@ -35,3 +37,16 @@ def run(options: argparse.Namespace) -> int:
     if faults:
         raise ArtifactError(f"{faults} of the checks of {options.artifact} failed")
     return 0
+
+
+def _source(path: str, entry: Entry) -> Model:
+    """The source, traced in f32 as the artifact's kind of model. Raises AotcError."""
+    if entry.kind == "embedding":
+        from aotc.frontend.encoder import trace_encoder
+        from aotc.frontend.encoder_checkpoint import open_encoder
+
+        return trace_encoder(open_encoder(Path(path)), "f32", entry.max_rows, entry.max_model_len)
+    from aotc.frontend.checkpoint import open_checkpoint
+    from aotc.frontend.decoder import trace_decoder
+
+    return trace_decoder(open_checkpoint(path), "f32", entry.max_model_len)

@@ -162,7 +162,7 @@ def test_an_event_loop_is_told_of_errors(embedder):
     assert asyncio.run(ask(LONG, truncate=True)).shape == (1, 384)
 
 
-def test_the_command_line(folder, embedder, capsys):
+def test_the_command_line(folder, embedder, minilm, capsys):
     expected = embedder.embed("hello")[0]
     assert main(["run", str(folder), "--prompt", "hello", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -172,7 +172,8 @@ def test_the_command_line(folder, embedder, capsys):
     assert capsys.readouterr().out.startswith(f"{expected[0]:.6f} {expected[1]:.6f} ")
     assert main(["run", str(folder), "--prompt", "hello", "--top-k", "3"]) == 2
     assert "--top-k does not apply to a text encoder" in capsys.readouterr().err
-    assert main(["verify", str(folder)]) == 0
+    assert main(["verify", str(folder), "--against", str(minilm)]) == 0
+    assert "ok   against all-MiniLM-L6-v2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
