@@ -89,6 +89,7 @@ def run(options: argparse.Namespace) -> int:
 def _serve(options: argparse.Namespace, key: str | None) -> int:
     from aotc.artifact.reader import open_artifact
     from aotc.errors import ArtifactError
+    from aotc.runtime.server import nvml
     from aotc.runtime.server.app import Server, Settings
     from aotc.runtime.server.embeddings import open_encoder
     from aotc.runtime.server.http import HttpServer, listen
@@ -98,6 +99,7 @@ def _serve(options: argparse.Namespace, key: str | None) -> int:
 
     configure(options.log_format, options.log_level)
     metrics = Metrics(options.metrics_prefix)
+    nvml.register(metrics.registry, options.metrics_prefix)
     timeouts = options.load_timeout, options.request_timeout or None
     models, encoders = [], []
     for model in _models(options):
