@@ -4,8 +4,10 @@ A model that takes no time (it echoes its prompt) behind `aotc serve`'s own part
 one asks, one serves, one is the engine. Printed are
 
 - latency: one request after the other for one token, over one connection, and what of it is the engine's channel
-- stream: microseconds a token of one stream, from its first to its last
-- requests: short requests a second over 32 connections
+- stream: microseconds a token of one stream, from its first to its last, and the server's CPU time of a token
+- requests: short requests a second over 32 connections, and the server's CPU time of a request
+
+On a machine that does other things at the same time, CPU times are the figures to compare.
 """
 
 from __future__ import annotations
@@ -150,8 +152,14 @@ def token_seconds(address: tuple[str, int]) -> float:
         return (time.perf_counter() - begin) / STREAM
 
 
-def requests_a_second(address: tuple[str, int], seconds: float) -> float:
-    """Many connections, each with one request at a time."""
+def cpu_seconds(pid: int) -> float:
+    """CPU time of a process, in itself and in the kernel."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def requests_a_second(address: tuple[str, int], seconds: float) -> tuple[float, int]:
+    """Many connections, each with one request at a time: a second, and in all."""
     data, count = request(max_tokens=1), 0
     selector = selectors.DefaultSelector()
     connections = [socket.create_connection(address) for _ in range(CONNECTIONS)]
@@ -171,7 +179,7 @@ def requests_a_second(address: tuple[str, int], seconds: float) -> float:
     rate = count / (time.perf_counter() - begin)
     for connection in connections:
         connection.close()
-    return rate
+    return rate, count
 
 
 async def channel_seconds(count: int) -> list[float]:
@@ -208,8 +216,11 @@ def measure(seconds: float) -> dict[str, float]:
                 assert server.stdout is not None
                 address = ("127.0.0.1", int(server.stdout.readline()))
                 times = latencies(address, seconds)
-                tokens = min(token_seconds(address) for _ in range(3))
-                rate = requests_a_second(address, seconds)
+                before = cpu_seconds(server.pid)
+                tokens = min(token_seconds(address) for _ in range(5))
+                token_cpu, before = (cpu_seconds(server.pid) - before) / (5 * STREAM), cpu_seconds(server.pid)
+                rate, count = requests_a_second(address, seconds)
+                cpu = (cpu_seconds(server.pid) - before) / count
             finally:
                 server.terminate()
     p50, p99 = percentile(times, 0.5), percentile(times, 0.99)
@@ -217,6 +228,7 @@ def measure(seconds: float) -> dict[str, float]:
     return {
         "p50_ms": p50, "p99_ms": p99, "channel_p50_ms": inside50, "channel_p99_ms": inside99,
         "added_p50_ms": p50 - inside50, "added_p99_ms": p99 - inside99, "token_us": 1e6 * tokens, "requests_s": rate,
+        "cpu_us_request": 1e6 * cpu, "cpu_us_token": 1e6 * token_cpu,
     }  # fmt: skip
 
 

@@ -142,12 +142,14 @@ class Answer:
         async with self._counted(), _ending(*tasks):
             left = len(tasks)
             while left:
-                item = await queue.get()
-                if item is None:
-                    left -= 1
-                else:
-                    self._unsent -= len(item)
-                    yield item
+                ready = [await queue.get()]
+                while not queue.empty():  # what has gathered leaves in one write
+                    ready.append(queue.get_nowait())
+                data = b"".join(item for item in ready if item is not None)
+                left -= ready.count(None)
+                self._unsent -= len(data)
+                if data:
+                    yield data
             if include_usage:
                 yield event({**self._head, "choices": [], "usage": self._usage()})
             yield DONE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 from types import FrameType
@@ -35,13 +36,19 @@ class HttpServer(uvicorn.Server):
         config = uvicorn.Config(
             AccessLog(app) if access_log else app, log_level=log_level, log_config=None, access_log=False,
             timeout_graceful_shutdown=shutdown_timeout, http=Connection, h11_max_incomplete_event_size=MAX_HEAD,
-            ws="none", lifespan="on",
+            ws="none", lifespan="on", proxy_headers=False, server_header=False,
         )  # fmt: skip
         super().__init__(config)
 
     def give_up(self) -> None:
         """Ends the server as SIGTERM does."""
         self.should_exit = self._server.draining = True
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        """The whole life of a process's server."""
+        gc.collect()
+        gc.freeze()  # what was made until now stays: collections that look through it would hold up streams
+        super().run(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for _ in range(4):  # turns of the loop: what has connected by now is accepted, and not reset
