@@ -21,6 +21,7 @@ AOTC = $(PY) -m aotc
 MODEL ?= $$($(PY) -m benchmarks.fetch_model)
 PROMPT ?= What is the capital of France?
 ROUNDS ?= 20
+MINUTES ?= 20
 
 .PHONY: help setup demo test gpu lint types golden bench soak size clean
 
@@ -63,7 +64,8 @@ bench: build/smollm2 ## measure the demo's model
 	$(AOTC) bench startup build/smollm2
 	$(AOTC) bench latency build/smollm2
 
-soak: $(READY) ## long random runs of the engine, and the property tests on ROUNDS fresh seeds
+soak: $(READY) ## a server under load for MINUTES, long random runs of the engine, property tests on ROUNDS fresh seeds
+	$(PY) -m benchmarks.soak_server --minutes $(MINUTES)
 	AOTC_SOAK_STEPS=100000 $(PYTEST) -n 2 tests/runtime/test_kv_model.py tests/runtime/test_engine_model.py
 	for seed in $$(seq $(ROUNDS)); do \
 	  $(PYTEST) -n 2 -m 'hypothesis and not gpu' --hypothesis-profile=soak --hypothesis-seed=$$seed; done

@@ -1,5 +1,4 @@
-"""Serve an artifact over OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics; of text
-encoders, /v1/embeddings.
+"""Serve artifacts over OpenAI's API (docs/serving.md): language models, and text encoders (/v1/embeddings).
 
 Each language model runs in a child process. Where it ends, with exit code 70 when the GPU failed in a step, another is
 started. Text encoders run in the server's own."""
