@@ -168,11 +168,12 @@ def open_model(options: argparse.Namespace):
 
 def _encoder_folder(options: argparse.Namespace) -> Path | None:
     """The folder of a text encoder, where the model is one. Raises SourceError for a hub id that cannot be had."""
+    from aotc.frontend.checkpoint import FILES
     from aotc.frontend.encoder_checkpoint import is_encoder
     from aotc.frontend.huggingface import find_in_hub
 
     path = Path(options.model)
-    if path.is_file() or (not path.exists() and path.suffix == ".gguf"):
+    if path.is_file() or (not path.exists() and path.suffix in FILES):
         return None
     folder = path if path.is_dir() else find_in_hub(options.model, options.revision, weights=options.weights is None)
     return folder if is_encoder(folder) else None

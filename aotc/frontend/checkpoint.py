@@ -52,7 +52,8 @@ class Checkpoint:
     generation_config: dict[str, Any] = field(default_factory=dict)
 
 
-_FILES = (".gguf", ".safetensors", ".bin", ".onnx", ".pt", ".pth", ".json")
+FILES = (".gguf", ".safetensors", ".bin", ".onnx", ".pt", ".pth", ".json")
+"""How the names of files end that a user may mean, and no hub id's."""
 
 
 def open_checkpoint(source: str, *, revision: str | None = None, weights: str | None = None) -> Checkpoint:
@@ -61,7 +62,7 @@ def open_checkpoint(source: str, *, revision: str | None = None, weights: str | 
     `weights="random:SEED"` makes the weights from the config alone. Raises SourceError and UnsupportedError.
     """
     path = Path(source)
-    if not path.exists() and path.suffix in _FILES:  # a hub id may look like a path, and a model's name has dots
+    if not path.exists() and path.suffix in FILES:  # a hub id may look like a path, and a model's name has dots
         raise SourceError(f"there is no file {source}: check the path")
     if path.is_file():
         if path.suffix != ".gguf":

@@ -79,6 +79,7 @@ def open_encoder(folder: Path, *, random: bool = False) -> EncoderCheckpoint:
     tokenizer = read_tokenizer(folder, random)
     if tokenizer is None:
         raise SourceError(f"{folder} has no tokenizer.json: save the model's tokenizer there with save_pretrained")
+    _check_text(folder, tokenizer)
     return EncoderCheckpoint(model_name(folder), config, weights, tokenizer, _max_length(folder, config))
 
 
@@ -186,6 +187,19 @@ def _pooling(folder: Path) -> str:
             f"{path} sets {shown(', '.join(chosen) or 'no pooling mode')}: aotc compiles one of {', '.join(_POOLINGS)}"
         )
     return modes[0]
+
+
+def _check_text(folder: Path, tokenizer: bytes) -> None:
+    """Raises UnsupportedError where sentence-transformers changes texts before the tokenizer sees them."""
+    name = "sentence_bert_config.json"
+    if read_json(folder, name).get("do_lower_case") and not re.search(rb'"lowercase"\s*:\s*true', tokenizer):
+        raise UnsupportedError(f"{folder / name} sets do_lower_case: let the normalizer of tokenizer.json do it")
+    name = "config_sentence_transformers.json"
+    prompt = read_json(folder, name).get("default_prompt_name")
+    if prompt is not None:
+        raise UnsupportedError(
+            f"{folder / name} sets default_prompt_name: remove it, and put the prompt before your texts"
+        )
 
 
 def _max_length(folder: Path, config: EncoderConfig) -> int:

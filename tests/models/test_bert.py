@@ -192,6 +192,19 @@ def test_modules_that_are_refused(tmp_path, name):
         open_encoder(tmp_path)
 
 
+def test_changes_of_texts_that_are_refused(tmp_path):
+    save(random_bert(SMALL), tmp_path)
+    said = tmp_path / "sentence_bert_config.json"
+    said.write_text('{"max_seq_length": 9, "do_lower_case": true}')
+    with pytest.raises(UnsupportedError, match="sets do_lower_case"):
+        open_encoder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"normalizer": {"type": "BertNormalizer", "lowercase": true}}')
+    assert open_encoder(tmp_path).max_length == 9
+    (tmp_path / "config_sentence_transformers.json").write_text('{"default_prompt_name": "query"}')
+    with pytest.raises(UnsupportedError, match="sets default_prompt_name"):
+        open_encoder(tmp_path)
+
+
 def test_other_folders_are_no_encoders(tmp_path, tiny_config):
     assert not is_encoder(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config))
