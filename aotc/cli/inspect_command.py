@@ -43,6 +43,14 @@ def describe(artifact) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _pooled(model: dict[str, Any]) -> str:
+    """How a text encoder makes vectors."""
+    if not model.get("pooling"):
+        return ""
+    length = ", normalised" if model.get("normalize") else ""
+    return f", pooled by {model['pooling']}{length}, texts of up to {model['max_model_len']} tokens"
+
+
 def _memory(artifact, target) -> dict[str, int] | None:
     """Bytes that a target takes on a GPU, by purpose, before any sequence; None for a CPU, where threads count too."""
     from dataclasses import asdict
@@ -84,7 +92,7 @@ def _table(facts: dict[str, Any]) -> str:
     mib = 1 << 20
     model = facts["model"]
     lines = [
-        f"{model['name']}  {model['kind']} {model.get('family', '')} {model['dtype']}",
+        f"{model['name']}  {model['kind']} {model.get('family', '')} {model['dtype']}{_pooled(model)}",
         f"weights  {facts['weights_bytes'] / mib:.1f} MiB in {facts['weights']} tensors",
     ]
     for cache in facts["kv_caches"]:

@@ -174,6 +174,9 @@ def test_the_command_line(folder, embedder, minilm, capsys):
     assert "--top-k does not apply to a text encoder" in capsys.readouterr().err
     assert main(["verify", str(folder), "--against", str(minilm)]) == 0
     assert "ok   against all-MiniLM-L6-v2" in capsys.readouterr().out
+    assert main(["inspect", str(folder)]) == 0
+    said = "all-MiniLM-L6-v2  embedding bert f32, pooled by mean, normalised, texts of up to 256 tokens"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
