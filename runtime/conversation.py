@@ -211,7 +211,7 @@ class Conversation:
             self._turn = None
             if failed and not call.read_tokens:
                 return
-            ids, rest = call.given(self._llm.tokenizer)
+            ids, rest = call.given(self._llm.tokenizer if self._llm.artifact.has("tokenizer.json") else None)
             self._done = [*call.request.prompt_token_ids, *ids]
             self._parts = [rest] if rest else []
 

@@ -20,7 +20,7 @@ from aotc.runtime.executor import CacheOptions, Memory, open_executor
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import Request
 from aotc.runtime.shared_engine import SharedEngine
-from aotc.runtime.text_stream import Call, Chunk, Completion, TextStream, Timings
+from aotc.runtime.text_stream import Call, Chunk, Completion, NoText, TextStream, Timings
 
 if TYPE_CHECKING:
     from aotc.runtime.chat_template import ChatTemplate
@@ -235,9 +235,13 @@ class LLM:
                 f"the prompt has {len(ids)} tokens; the model was compiled for {most} with its answer: "
                 f"shorten it, or compile with a larger --max-model-len"
             )
+        has_text = self.artifact.has("tokenizer.json")
+        if params.stop and not has_text:
+            raise RequestError("stop strings need a tokenizer, which the artifact has not: use stop_token_ids")
+        text = Detokenizer(self.tokenizer, params.skip_special_tokens) if has_text else NoText()
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little") >> 1
         request = Request(f"r{next(self._numbers)}", tuple(ids), params, seed, deadline=deadline, session=session)
-        return Call(request, TextStream(params, Detokenizer(self.tokenizer, params.skip_special_tokens)), begin=begin)
+        return Call(request, TextStream(params, text), begin=begin)
 
 
 def _failed(call: Call) -> bool:

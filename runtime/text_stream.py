@@ -50,6 +50,19 @@ class Completion:
     prompt_token_ids: tuple[int, ...] = ()
 
 
+class NoText:
+    """In place of a Detokenizer, of an artifact without a tokenizer: answers have token ids alone."""
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+
 @dataclass(eq=False)
 class TextStream:
     """Turns the tokens of one request into text: whole characters only, stop strings cut off.
@@ -58,7 +71,7 @@ class TextStream:
     """
 
     params: SamplingParams
-    detokenizer: Detokenizer
+    detokenizer: Detokenizer | NoText
     stops: StopStrings = field(init=False)
     stop_reason: int | str | None = None
     count: int = 0
@@ -163,11 +176,11 @@ class Call:
         while self.chunks:
             self.read()
 
-    def given(self, tokenizer: Tokenizer) -> tuple[list[int], str]:
+    def given(self, tokenizer: Tokenizer | None) -> tuple[list[int], str]:
         """What the reader was given: token ids, and text after them that is no whole token of the answer."""
         whole = self.finish_reason is not None and not self.chunks
-        if whole and not isinstance(self.stream.stop_reason, str):
-            return self.tokens, ""
+        if tokenizer is None or (whole and not isinstance(self.stream.stop_reason, str)):
+            return self.read_tokens, ""
         skip = self.stream.params.skip_special_tokens
         for count in range(len(self.read_tokens), 0, -1):
             text = tokenizer.decode(self.read_tokens[:count], skip)
