@@ -57,7 +57,7 @@ class AsyncStream:
 
     async def whole(self) -> Completion:
         """The answer, once it is whole."""
-        call = self._start()
+        call = self._start(streamed=False)
         try:
             await self._until(lambda: call.finished)
             call.read_all()
@@ -67,11 +67,12 @@ class AsyncStream:
             raise call.error
         return call.completion()
 
-    def _start(self) -> Call:
+    def _start(self, streamed: bool = True) -> Call:
         if self._call is None:
             loop, news = asyncio.get_running_loop(), asyncio.Event()
             call = self._open()
             call.notify = lambda: loop.call_soon_threadsafe(news.set) and None
+            call.streamed = streamed
             self._call, self._news = call, news
             try:
                 self._engine.submit(call, attended=False)

@@ -39,7 +39,7 @@ class Conversation:
 
     def __init__(self, llm: LLM, name: str) -> None:
         self._llm, self._name, self._shared = llm, name, llm._shared
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the end of a dropped stream may come in the middle of anything
         self._done: list[int] = []  # up to the last answer
         self._parts: list[Part] = []  # since then
         self._turn: Call | None = None

@@ -190,6 +190,10 @@ class CudaExecutor(DeviceExecutor):
         except DeviceError as error:
             raise self.device.fail("copying pages", error) from None
 
+    def settle(self) -> None:
+        self.device.enter()
+        self.device.synchronize()
+
     def _run(self, program: CudaProgram, dims: dict[str, int], rows: list[Row]) -> None:
         device = self.device
         device.enter()

@@ -142,6 +142,10 @@ class DeviceExecutor(ABC):
             if hasattr(self, name):
                 delattr(self, name)
 
+    @abstractmethod
+    def settle(self) -> None:
+        """Waits for what an interrupted step has left running on the device."""
+
     def require_open(self) -> None:
         """Raises RequestError after `close`."""
         if self.closed:
@@ -240,6 +244,9 @@ class CpuExecutor(DeviceExecutor):
     def load_pages(self, saved: np.ndarray, ids: np.ndarray) -> None:
         self.require_open()
         self._kv.reshape(-1, self.page_bytes)[ids] = saved
+
+    def settle(self) -> None:
+        """A step has ended when its call returns."""
 
     def history(self, slot: int) -> np.ndarray:
         """Token ids i32 [max_model_len] of a slot."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import operator
@@ -69,7 +70,7 @@ class LLM:
         )
         self.startup = {"tokenizer": tokenizer, **executor.startup}
         """Seconds of what was done while the GPU was opened and the weights came up: parts overlap."""
-        self._shared = SharedEngine(lambda: self._engine(executor), executor.close)
+        self._shared = SharedEngine(lambda: self._engine(executor), executor.settle, executor.close)
 
     _clock = staticmethod(time.monotonic)
 
@@ -160,10 +161,11 @@ class LLM:
         prompts, alone = _prompts(prompt)
         own = _params(params, settings, len(prompts), alone)
         calls = [self._call(p, each, deadline_ms) for p, each in zip(prompts, own, strict=True)]
+        batch = _Batch(calls)
         try:
             for call in calls:
                 self._shared.submit(call)
-            self._shared.wait(lambda: all(c.finished for c in calls) or any(_failed(c) for c in calls))
+            self._shared.wait(batch.settled)
             completions = _completions(calls)
         finally:
             for call in calls:
@@ -244,9 +246,21 @@ class LLM:
         return Call(request, TextStream(params, text), begin=begin)
 
 
-def _failed(call: Call) -> bool:
-    """Whether there is nothing more to wait for in a list of calls: all have the same deadline."""
-    return call.error is not None and not isinstance(call.error, DeadlineExceeded)
+class _Batch:
+    """Calls that are asked together: which of them run, and whether one has failed, after which none is waited for."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        self._running, self._failed = set(calls), False
+        for call in calls:
+            call.streamed, call.notify = False, functools.partial(self._ended, call)
+
+    def _ended(self, call: Call) -> None:
+        self._running.discard(call)
+        if call.error is not None and not isinstance(call.error, DeadlineExceeded):  # all have the same deadline
+            self._failed = True
+
+    def settled(self) -> bool:
+        return self._failed or not self._running
 
 
 def _completions(calls: list[Call]) -> list[Completion]:

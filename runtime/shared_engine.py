@@ -9,13 +9,14 @@ of them and ends when there was none for a while.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import functools
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from aotc.errors import AotcError, RequestError
@@ -26,6 +27,7 @@ from aotc.runtime.sequence import TokenOutput
 from aotc.runtime.text_stream import Call
 
 LINGER = 5.0  # seconds that the thread of asyncio waits for more to do
+_NOBODY = -1  # leads, for good
 EXIT_GRACE = 2.0  # seconds that the end of the process waits for a step
 
 
@@ -38,10 +40,10 @@ class _Wish(NamedTuple):
 
 
 class _Waiter:
-    """A thread that sleeps until its calls are ready, or until it is to lead. `wake` is called once."""
+    """A thread that sleeps until its calls are ready, or until it is to lead."""
 
     def __init__(self, ready: Callable[[], bool]) -> None:
-        self.ready, self.leads = ready, False
+        self.ready, self.leads, self.thread = ready, False, threading.get_ident()
         self._bell = threading.Lock()
         self._bell.acquire()
 
@@ -49,18 +51,20 @@ class _Waiter:
         self._bell.acquire()
 
     def wake(self) -> None:
-        self._bell.release()
+        if self._bell.locked():
+            self._bell.release()
 
 
 class SharedEngine:
-    """A thread-safe engine. `make` gives the engine, again after a step that was interrupted; `close` frees its device.
+    """A thread-safe engine. `make` gives the engine, and another one after a step that failed; `settle` waits until the
+    device has ended what was interrupted, `close` frees it.
 
     `_lock` guards who leads and who waits, for microseconds. The engine itself belongs to the leader. What others want
     of it lies in `_inbox`, whose order counts; it is appended to without the lock, by finalisers too.
     """
 
-    def __init__(self, make: Callable[[], Engine], close: Callable[[], None]) -> None:
-        self._make, self._close_device = make, close
+    def __init__(self, make: Callable[[], Engine], settle: Callable[[], None], close: Callable[[], None]) -> None:
+        self._make, self._settle, self._close_device = make, settle, close
         self.engine = make()
         self.closed = False
         self._pid = os.getpid()
@@ -118,8 +122,9 @@ class SharedEngine:
         if self._pid != os.getpid():
             return
         self._inbox.append(wish)
-        if self._take_lead():
-            self._hand_over()
+        with self._unharmed():
+            if self._take_lead():
+                self._hand_over()
 
     def _take_lead(self) -> bool:
         """Makes this thread lead, if nobody does. Never blocks: who holds the lock looks at the inbox afterwards, or is
@@ -138,41 +143,25 @@ class SharedEngine:
         """Returns when `ready()` is true, which it has to be once the calls that it asks about are finished."""
         if self._pid != os.getpid():
             raise RequestError(FORKED)
-        while not ready():
-            with self._lock:
-                if self._leader is None:
-                    self._leader, waiter = threading.get_ident(), None
-                elif ready():  # the leader may have looked at `_waiting` just now
-                    return
-                else:
-                    waiter = _Waiter(ready)
-                    self._waiting.append(waiter)
-            if waiter is None:
-                self._lead(ready)
-            else:
-                self._sleep(waiter)
+        with self._unharmed():
+            while not ready():
+                if self._wait_for_lead(ready):
+                    while not ready() and not self.closed:
+                        self._step()
+                    self._hand_over()
 
-    def _sleep(self, waiter: _Waiter) -> None:
-        try:
-            waiter.sleep()
-        except BaseException:
-            with self._lock:
-                if waiter in self._waiting:
-                    self._waiting.remove(waiter)
-            if waiter.leads:
+    def _wait_for_lead(self, ready: Callable[[], bool]) -> bool:
+        """Sleeps, where another thread leads, until something has happened; whether this one leads now."""
+        with self._lock:
+            if self._leader is None:
                 self._leader = threading.get_ident()
-                self._hand_over()
-            raise
-        if waiter.leads:
-            self._leader = threading.get_ident()
-            self._lead(waiter.ready)
-
-    def _lead(self, ready: Callable[[], bool]) -> None:
-        try:
-            while not ready() and not self.closed:
-                self._step()
-        finally:
-            self._hand_over()
+                return True
+            if ready():  # the leader may have looked at `_waiting` just now
+                return False
+            waiter = _Waiter(ready)
+            self._waiting.append(waiter)
+        waiter.sleep()
+        return waiter.leads
 
     def _hand_over(self) -> None:
         """Ends this thread's lead: does what is asked of the engine, and wakes one that has to wait on."""
@@ -181,21 +170,41 @@ class SharedEngine:
             with self._lock:
                 if self._inbox:
                     continue
-                self._leader = None
                 if self.closed:
-                    self._leader = -1  # for good
+                    self._leader = _NOBODY
                     self._released.set()
                     break
                 self._ring()
                 if self._waiting:
-                    waiter = self._waiting.pop(0)
-                    waiter.leads, self._leader = True, 0
+                    waiter = self._waiting[0]
+                    waiter.leads, self._leader = True, waiter.thread
                     waiter.wake()
+                    self._waiting.remove(waiter)
                     return
+                self._leader = None
             if not self._inbox or not self._take_lead():  # something may have come while the lock was held
                 return
         if self._close_here:
             self._close_device()
+
+    @contextlib.contextmanager
+    def _unharmed(self) -> Iterator[None]:
+        """Whatever a signal handler raises in here, anywhere: the engine goes on without this thread."""
+        try:
+            yield
+        except BaseException:
+            me = threading.get_ident()
+            with self._lock:
+                for waiter in list(self._waiting):
+                    if waiter.leads and self._leader == me:  # it does not lead yet
+                        waiter.leads = False
+                    elif waiter.leads or waiter.thread == me:
+                        self._waiting.remove(waiter)
+                        waiter.wake()
+            if self._leader == me:
+                self._restart()
+                self._hand_over()
+            raise
 
     def _step(self) -> None:
         """One step of the engine, and its tokens to their calls."""
@@ -207,9 +216,6 @@ class SharedEngine:
                     self._deliver(call, output)
         except AotcError as error:
             self._fail_all(error)
-        except BaseException:  # whatever a signal handler raises, anywhere
-            self._restart()
-            raise
         with self._lock:
             self._ring()
 
@@ -219,7 +225,9 @@ class SharedEngine:
             if output.finish_reason is None:  # a stop string: the engine does not know yet
                 self.engine.cancel(output.request_id)
             self._drop(call)
-        self._notify(call)
+            self._notify(call)
+        elif call.streamed:
+            self._notify(call)
 
     def _notify(self, call: Call) -> None:
         if call.notify is not None:
@@ -247,6 +255,8 @@ class SharedEngine:
     def _restart(self) -> None:
         """After a step that was interrupted, nothing that the engine knows counts. Requests are computed again from
         their prompts: what is drawn depends on seed and position alone."""
+        with contextlib.suppress(AotcError):  # the next step will say so
+            self._settle()
         self.engine = self._make()
         waiting = {w.call for w in self._inbox if w.error is None}
         for call in list(self._calls.values()):
@@ -272,15 +282,16 @@ class SharedEngine:
         try:
             self.engine.submit(call.request)
         except Exception as error:
+            if not isinstance(error, AotcError) and threading.current_thread() is threading.main_thread():
+                raise  # it may be a signal handler's, and no fault of this call
             self._end(call, error)
 
     def _ring(self) -> None:
         """Wakes who has something to read. Under the lock."""
         if self._waiting:
-            ready = [w for w in self._waiting if w.ready()]
-            for waiter in ready:
-                self._waiting.remove(waiter)
+            for waiter in [w for w in self._waiting if w.ready()]:
                 waiter.wake()
+                self._waiting.remove(waiter)
 
     def close(self) -> None:
         """Ends every call with RequestError and frees the device after the step that runs. May be called more than once."""
@@ -336,7 +347,7 @@ class SharedEngine:
 def _stop(ref: weakref.ref[SharedEngine]) -> None:
     """The process ends: lets the step that runs come to its end, since nothing may run in a process that is taken down."""
     shared = ref()
-    if shared is None:
+    if shared is None or shared._pid != os.getpid():
         return
     thread = shared._thread
     shared.closed = True

@@ -110,7 +110,8 @@ class Call:
 
     request: Request
     stream: TextStream
-    notify: Callable[[], None] | None = None  # after each chunk and at the end, from whatever thread; never blocks
+    notify: Callable[[], None] | None = None  # at the end, from whatever thread; never blocks
+    streamed: bool = True  # and after each chunk
     begin: float = field(default_factory=time.perf_counter)
     text: str = ""
     tokens: list[int] = field(default_factory=list)
