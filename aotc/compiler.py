@@ -132,8 +132,8 @@ def device_programs(
     prologue, main = split_weights(packed)
     graphs = progress_over(list(_specialised(main, model, options)), f"programs {device}", progress)
     templates = backend.templates
-    if options.batch_invariant:  # a norm within the layer rounds otherwise than one before it
-        templates = replace(templates, norm_rows=0)
+    if options.batch_invariant:  # a norm within the layer, or behind it, rounds otherwise than one before it
+        templates = replace(templates, norm_rows=0, scaled_rows=0)
     return prologue, [make_program(g, templates) for g in graphs]
 
 

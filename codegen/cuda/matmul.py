@@ -69,11 +69,12 @@ def matmul(frame: Frame) -> Source:
     width, rows = columns // parts, product(x.type.shape[:-1])
     layer = _Layer(frame, body, dot, norm, width, parts, rows, scale, squares)
     upper = frame.upper(rows)
-    if upper == 1 and scale is None and squares is None:
+    if upper == 1:
         return _matvec(layer, schedule.MATVEC.choose(frame.setting, layer.shape))
     if upper <= schedule.SKINNY_ROWS:
         tile = schedule.SKINNY.choose(frame.setting, layer.shape)
         return _skinny(layer, tile, tile.splits)
+    assert scale is None and squares is None, "norms are deferred for few rows alone"
     return _matmul(layer, schedule.MATMUL.choose(frame.setting, layer.shape))
 
 
