@@ -1,5 +1,6 @@
 """Options and fixtures that all tests share."""
 
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +13,10 @@ from benchmarks.fetch_model import fetch
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("soak", deadline=None, derandomize=False, print_blob=True)
 hypothesis.settings.load_profile("default")
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: processes of tests would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

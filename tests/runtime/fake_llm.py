@@ -10,7 +10,7 @@ from fake_executor import EOS, VOCAB, FakeExecutor, all_free, expected
 from aotc.runtime import llm as llm_module
 from aotc.runtime.llm import LLM
 
-__all__ = ["EOS", "VOCAB", "Device", "answer", "expected", "until"]
+__all__ = ["EOS", "VOCAB", "Device", "answer", "engine_threads", "expected", "until"]
 
 
 def until(condition):
@@ -19,6 +19,11 @@ def until(condition):
     while not condition():
         assert time.monotonic() < end, "it never happened"
         time.sleep(0.001)
+
+
+def engine_threads():
+    """Threads that step engines; other tests' leftovers are none."""
+    return [t for t in threading.enumerate() if t.name == "aotc-engine"]
 
 
 class Device(FakeExecutor):

@@ -6,7 +6,7 @@ import gc
 import threading
 
 import pytest
-from fake_llm import answer, fake_llm, until  # noqa: F401
+from fake_llm import answer, engine_threads, fake_llm, until  # noqa: F401
 
 from aotc.errors import DeadlineExceeded, DeviceLostError, RequestError
 from aotc.runtime import shared_engine
@@ -215,5 +215,5 @@ def test_the_thread_ends_when_there_was_nothing_to_do_for_a_while(fake_llm, monk
     llm, device = fake_llm()
     for _ in range(2):
         assert asyncio.run(llm.agenerate([1], **SETTINGS)).token_ids == answer([1])
-        until(lambda: threading.active_count() == 1)
+        until(lambda: not engine_threads())
     assert len(device.steps) == 12
