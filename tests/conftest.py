@@ -15,8 +15,10 @@ hypothesis.settings.register_profile("soak", deadline=None, derandomize=False, p
 hypothesis.settings.load_profile("default")
 
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell's background job: processes of tests would inherit it
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell's background jobs and nohup ignore signals, and processes that tests start would inherit that.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
