@@ -37,6 +37,7 @@ class FreeExecutor:
     max_num_batched_tokens = 512
     max_model_len = LENGTH
     offload_memory = 0
+    runs_ahead = False
 
     def __init__(self, seqs: int, page_size: int) -> None:
         self.max_num_seqs, self.page_size = seqs, page_size
@@ -48,7 +49,10 @@ class FreeExecutor:
     def start(self, sequence: Sequence) -> None:
         pass
 
-    def step(self, rows: list[Row]) -> Result:
+    def wait(self, step: Result) -> Result:
+        return step
+
+    def launch(self, rows: list[Row]) -> Result:
         return self._result
 
     def save_pages(self, ids: np.ndarray) -> np.ndarray:

@@ -166,10 +166,9 @@ def check(name: str, source: Path, executor: Any, options: argparse.Namespace) -
         fill(executor, sequence, length)
         against("extend", executor.logits(1)[0], sequence, length)
     for step in range(3):
-        executor.step([Row(s, n + step, 1, True) for s, n in zip(made, lengths, strict=True)])
+        tokens = executor.step([Row(s, n + step, 1, True) for s, n in zip(made, lengths, strict=True)]).token[:count]
         logits = executor.logits(count)
         best = logits.argmax(-1)
-        tokens = executor.outputs.token[:count]
         worst["wrong_argmax"] = worst.get("wrong_argmax", 0) + int(
             (logits[range(count), tokens] != logits[range(count), best]).sum()
         )

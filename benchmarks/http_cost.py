@@ -37,6 +37,7 @@ class EchoExecutor:
 
     max_num_seqs, max_num_batched_tokens, max_model_len, vocab_size = 64, 8192, MAX_LEN, VOCAB
     num_pages = page_size = page_bytes = offload_memory = 0
+    runs_ahead = False
 
     def __init__(self) -> None:
         self.token = np.zeros(64, np.int32)
@@ -45,7 +46,10 @@ class EchoExecutor:
     def start(self, sequence: Any) -> None:
         pass
 
-    def step(self, rows: list[Any]) -> EchoExecutor:
+    def wait(self, step: EchoExecutor) -> EchoExecutor:
+        return step
+
+    def launch(self, rows: list[Any]) -> EchoExecutor:
         for n, row in enumerate(rows):
             self.token[n] = row.sequence.tokens[0]
         return self

@@ -11,7 +11,7 @@ language overrides.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,7 +24,7 @@ from aotc.ir.ops import OPS
 from aotc.ir.ops.contraction import free_axes
 from aotc.ir.sizes import Size
 
-__all__ = ["Index", "LoopNest", "Syntax", "accumulator_of", "add", "linear", "mul", "to_primitives"]
+__all__ = ["Index", "LoopNest", "Syntax", "accumulator_of", "add", "linear", "mul", "states_read", "to_primitives"]
 
 
 class Syntax(Protocol):
@@ -56,8 +56,11 @@ class LoopNest:
     no choice an element; `cuts` collects the places where a loop should be cut for that.
     """
 
-    def __init__(self, body: Graph, syntax: Syntax, pointers: dict[Value, str]) -> None:
-        self.body, self.syntax, self.pointers = body, syntax, pointers
+    def __init__(
+        self, body: Graph, syntax: Syntax, pointers: dict[Value, str], strides: Mapping[Value, int] | None = None
+    ) -> None:
+        """`strides` has the distance of two slots, in elements, of states that the body reads."""
+        self.body, self.syntax, self.pointers, self.strides = body, syntax, pointers, strides or {}
         self.producer = body.producers()
         self.scopes = [Scope(frozenset())]
         self.given: dict[Value, Callable[[Index], str]] = {}
@@ -142,8 +145,18 @@ class LoopNest:
         if type_.packing is not None:
             offset = self.syntax.packed_offset(type_.packing, index, self.shape(value))
         else:
-            offset = linear(index, self.shape(value))
+            offset = self._offset(value, index)
         return self.syntax.load(self.pointers[value], type_.dtype, offset)
+
+    def _offset(self, value: Value, index: Index) -> str:
+        if value in self.strides:
+            return add(mul(index[0], str(self.strides[value])), linear(index[1:], self.shape(value)[1:]))
+        return linear(index, self.shape(value))
+
+    @contextmanager
+    def guarded(self, condition: str) -> Iterator[None]:
+        """What is emitted in here counts only where a condition holds; elsewhere it may read any place, or none."""
+        yield
 
     def reduce_loop(
         self,
@@ -352,6 +365,11 @@ _REDUCTIONS: dict[str, Callable[[LoopNest, Node, Index], str]] = {
     "reduce": _reduce, "dot_general": _dot, "convolution": _convolution, "reduce_window": _reduce_window,
     "arg_reduce": _arg_reduce,
 }  # fmt: skip
+
+
+def states_read(body: Graph) -> list[Value]:
+    """The states that a body reads by slots."""
+    return [n.inputs[4] for n in body.nodes if n.op == "feed_tokens"]
 
 
 def to_primitives(body: Graph) -> Graph:

@@ -186,6 +186,16 @@ def _last_rows(nest: LoopNest, node: Node, index: Index) -> str:
     return nest.emit(x, (place, *index[1:]))
 
 
+def _feed_tokens(nest: LoopNest, node: Node, index: Index) -> str:
+    tokens, positions, rows, slots, history = node.inputs
+    token = nest.emit(tokens, index)
+    unknown = f"({token} < 0)"
+    with nest.guarded(unknown):
+        position, row = nest.emit(positions, index), nest.named(nest.emit(rows, index))
+        past = nest.emit(history, (nest.named(nest.emit(slots, (row,))), nest.named(position)))
+    return nest.keep(node.out, index, nest.syntax.select(unknown, past, token))
+
+
 def _same(nest: LoopNest, node: Node, index: Index) -> str:
     return nest.emit(node.inputs[0], index)
 
@@ -193,5 +203,5 @@ def _same(nest: LoopNest, node: Node, index: Index) -> str:
 VIEWS: dict[str, Callable[[LoopNest, Node, Index], str]] = {
     "reshape": _reshape, "transpose": _transpose, "broadcast_in_dim": _broadcast, "slice": _slice,
     "reverse": _reverse, "pad": _pad, "concatenate": _concatenate, "constant": _constant, "iota": _iota,
-    "gather": _gather, "gather_elements": _gather_elements, "last_rows": _last_rows, "repack": _same,
+    "gather": _gather, "gather_elements": _gather_elements, "last_rows": _last_rows, "feed_tokens": _feed_tokens, "repack": _same,
 }  # fmt: skip

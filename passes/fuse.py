@@ -19,7 +19,7 @@ from aotc.passes.pack_weights import is_linear
 
 VIEWS = {"reshape", "transpose", "broadcast_in_dim", "slice", "reverse", "constant", "iota"}
 """Index arithmetic only: repeated in every kernel that reads them."""
-MOVES = VIEWS | {"gather", "gather_elements", "last_rows", "pad", "concatenate"}
+MOVES = VIEWS | {"gather", "gather_elements", "last_rows", "feed_tokens", "pad", "concatenate"}
 REDUCING = {"reduce", "arg_reduce", "reduce_window", "rms_norm", "layer_norm", "softmax", "dot_general", "convolution"}
 CHEAP = {"convert", "add", "multiply", "subtract", "select", "negate", "maximum", "minimum"}
 """Worth computing again in each pass of a normalisation."""

@@ -1,4 +1,4 @@
-"""Runs the steps of an LLM on an NVIDIA GPU: one copy up, one graph, one copy down a step."""
+"""Runs the steps of an LLM on an NVIDIA GPU: one copy up, one graph, one copy down a step, two steps under way."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from aotc.errors import AotcError, DeviceError
 from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
 from aotc.runtime.devices.cuda_weights import CudaWeights
-from aotc.runtime.executor import STANDARD, CacheOptions, DeviceExecutor, StepOutputs
+from aotc.runtime.executor import STANDARD, CacheOptions, DeviceExecutor, StepFrame, StepOutputs
 from aotc.runtime.memory import LOGPROBS, Memory, decoder_memory, dims_bytes
 from aotc.runtime.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from aotc.runtime.sequence import Row, Sequence
@@ -33,6 +34,19 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+class _CudaFrame(StepFrame):
+    """A step's pinned memory: what goes up, what comes down, prompts of sequences that begin with it, on their way up.
+    `ended` is the event after its last copy."""
+
+    def __init__(
+        self, inputs: StepInputs, outputs: StepOutputs, results: np.ndarray, prompts: np.ndarray, ended: Any
+    ) -> None:
+        super().__init__(inputs, outputs)
+        self.results, self.prompts, self.ended = results, prompts, ended
+        self.used, self.number = 0, 0  # of `prompts`; of the step
+        self.program = ""
+
+
 class CudaExecutor(DeviceExecutor):
     """All memory of a model on a GPU is taken here: weights, arena, a slot of state a sequence, results. The device
     is closed with it.
@@ -42,6 +56,7 @@ class CudaExecutor(DeviceExecutor):
     """
 
     offload_memory = 4 << 30
+    runs_ahead = True
 
     def __init__(
         self, artifact: Artifact, max_num_seqs: int, device: CudaDevice, cache: CacheOptions = STANDARD
@@ -75,28 +90,31 @@ class CudaExecutor(DeviceExecutor):
         self._logits = device.allocate(rows * self.vocab_size * 4)
         results = memory.outputs - rows * self.vocab_size * 4
         self._results = device.allocate(results)
-        # One block of pinned memory: a step's inputs and dims, results, a prompt on its way up, and of each slot the
+        # One block of pinned memory: of two steps the inputs and dims, results, prompts on their way up; of each slot the
         # biases and bans, which the sampler reads where they lie.
         # Last come pages on their way to pageable memory and back, as many as make a long copy.
         pages = min(max(_COPY_BYTES // max(self.page_bytes, 1), 1), self.num_pages)
-        sizes = (
-            memory.step, results, 4 * self.max_model_len, slots * 8 * MAX_LOGIT_BIAS, slots * 4 * _MAX_BANS,
-            pages * self.page_bytes,
-        )  # fmt: skip
+        frame = (memory.step, results, 4 * self.max_model_len)
+        sizes = (*frame, *frame, slots * 8 * MAX_LOGIT_BIAS, slots * 4 * _MAX_BANS, pages * self.page_bytes)
         places = np.cumsum([0, *(-(-n // 64) * 64 for n in sizes)])
         block = device.pinned(int(places[-1]))
         self._memory = decoder_memory(self.artifact.manifest, self.target, self.cache, block.nbytes)
-        step, host, prompt, bias, bans, copies = (block[p : p + n] for p, n in zip(places, sizes, strict=False))
-        self._host_step, self._host_results, self._prompt = step, host, prompt.view(np.int32)
+        *frames, bias, bans, copies = (block[p : p + n] for p, n in zip(places, sizes, strict=False))
         self._copies = copies.reshape(pages, self.page_bytes)
         self._bias, self._bans = bias.reshape(slots, 2, -1), bans.reshape(slots, -1)
-        dims = dims_bytes(self.target) // 4
-        self.inputs = StepInputs(step, self.max_num_batched_tokens, rows, dims, self.cache.max_pages)
-        token, logprobs, ids = np.split(host, [rows * 4, rows * 4 * (1 + LOGPROBS)])
-        self.outputs = StepOutputs(
+        self._frames = [self._frame(*frames[:3]), self._frame(*frames[3:])]  # the next step's first
+        self.fields = self._frames[0].inputs.fields  # where the device has a step's inputs
+
+    def _frame(self, step: np.ndarray, results: np.ndarray, prompts: np.ndarray) -> _CudaFrame:
+        rows, dims = self.model.max_rows, dims_bytes(self.target) // 4
+        inputs = StepInputs(step, self.max_num_batched_tokens, rows, dims, self.cache.max_pages)
+        token, logprobs, ids = np.split(results, [rows * 4, rows * 4 * (1 + LOGPROBS)])
+        outputs = StepOutputs(
             token.view(np.int32), logprobs.view(np.float32).reshape(rows, LOGPROBS),
             ids.view(np.int32).reshape(rows, LOGPROBS), np.zeros((0, self.vocab_size), np.float32),
         )  # fmt: skip
+        ended = self.device.hold("cuEventDestroy", self.device.call("cuEventCreate", 2))  # CU_EVENT_DISABLE_TIMING
+        return _CudaFrame(inputs, outputs, results, prompts.view(np.int32), ended)
 
     @property
     def memory(self) -> Memory:
@@ -135,14 +153,13 @@ class CudaExecutor(DeviceExecutor):
             self._background.join()
         with self._loading:
             self._loaded.clear()
-            self._host_step = self._host_results = self._prompt = self._bias = self._bans = self._copies = np.zeros(0)
+            self._bias = self._bans = self._copies = np.zeros(0)
             self.device.close()
 
     def start(self, sequence: Sequence) -> None:
         self.require_open()
         self.device.enter()
-        slot, count = sequence.slot, len(sequence.tokens)
-        self._prompt[:count] = sequence.tokens
+        slot, count, frame = sequence.slot, len(sequence.tokens), self._frames[0]
         if sequence.bias:
             ids, values = (self._bias[slot, n].view(d) for n, d in enumerate((np.int32, np.float32)))
             size = len(sequence.bias[0])
@@ -153,8 +170,13 @@ class CudaExecutor(DeviceExecutor):
             bans[:] = sequence.bans
             sequence.bans = bans
         try:
-            self.device.upload(self._state + slot * self.slot_bytes + self._history, self._prompt[:count])
-            self.device.synchronize()  # the pinned prompt is free for the next sequence
+            if frame.used + count > len(frame.prompts):  # more begin at once than it holds: the first ones go up now
+                self.device.synchronize()
+                frame.used = 0
+            prompt = frame.prompts[frame.used : frame.used + count]
+            prompt[:] = sequence.tokens
+            frame.used += count
+            self.device.upload(self._state + slot * self.slot_bytes + self._history, prompt)
         except DeviceError as error:
             raise self.device.fail("start", error) from None
 
@@ -194,20 +216,39 @@ class CudaExecutor(DeviceExecutor):
         self.device.enter()
         self.device.synchronize()
 
-    def _run(self, program: CudaProgram, dims: dict[str, int], rows: list[Row]) -> None:
+    def launch(self, rows: list[Row]) -> _CudaFrame:
         device = self.device
+        self.require_open()
         device.enter()
+        frame = self._frames[0]
+        program, dims = self._prepare(frame, rows)
         device.steps += 1
+        frame.number, frame.program = device.steps, program.plan.program
         for n, name in enumerate(self.target.dims):
-            self.inputs.dims[n] = dims[name]
+            frame.inputs.dims[n] = dims[name]
         everything = any(r.sequence.request.params.logprobs is not None for r in rows)
         try:
-            device.upload(self._step, self.inputs.used(len(rows)))
+            device.upload(self._step, frame.inputs.used(len(rows)))
             program.launch()
-            device.download(self._host_results if everything else self._host_results[: 4 * len(rows)], self._results)
-            device.synchronize()
+            device.download(frame.results if everything else frame.results[: 4 * len(rows)], self._results)
+            device.call("cuEventRecord", frame.ended, device.stream)
         except DeviceError as error:
-            raise device.fail(program.plan.program, error) from None
+            raise device.fail(frame.program, error) from None
+        self._frames.reverse()
+        self._frames[0].used = 0  # its step has ended, as has all that was copied before
+        return frame
+
+    def wait(self, step: _CudaFrame) -> StepOutputs:
+        self.require_open()
+        self.device.enter()
+        try:
+            self.device.call("cuEventSynchronize", step.ended)
+        except DeviceError as error:
+            raise self.device.fail(step.program, error, step.number) from None
+        return step.outputs
+
+    def _forget_frames(self) -> None:
+        self._frames = []
 
     def _load(self, entry: ProgramEntry) -> CudaProgram:
         self.device.enter()
@@ -217,7 +258,7 @@ class CudaExecutor(DeviceExecutor):
             "logits": self._logits, "token": self._results, "logprobs": self._results + 4 * rows,
             "logprob_ids": self._results + 4 * rows * (1 + LOGPROBS),
         }  # fmt: skip
-        bases |= {name: self._step + offset for name, (offset, _, _) in self.inputs.fields.items()}
+        bases |= {name: self._step + offset for name, (offset, _, _) in self.fields.items()}
         return CudaProgram(self.artifact.plan(entry.plan), self.device, self._kernels, bases, self._weights.address)
 
     def logits(self, rows: int) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,12 +39,19 @@ class Executor(Protocol):
     page_size: int
     page_bytes: int
     offload_memory: int  # bytes of host memory for pages of sequences that lost theirs, where nobody says how many
+    runs_ahead: bool  # whether a step can be launched before the one before it has ended
 
     def start(self, sequence: Sequence) -> None:
         """Prepares a slot: the tokens known so far become the history that penalties look at."""
         ...
 
-    def step(self, rows: list[Row]) -> StepResult: ...
+    def launch(self, rows: list[Row]) -> Any:
+        """Begins a step; what `wait` takes. Where a token is UNKNOWN, it is what the step before sampled."""
+        ...
+
+    def wait(self, step: Any) -> StepResult:
+        """What a step gives, once it has ended. Valid until one more has been launched."""
+        ...
 
     def save_pages(self, ids: np.ndarray) -> np.ndarray:
         """Copies pages i32 [n] into host memory: u8 [n, page_bytes]."""
@@ -55,11 +62,21 @@ class Executor(Protocol):
         ...
 
 
+class _Flight(NamedTuple):
+    """A step that was launched; `begin` in seconds."""
+
+    rows: list[Row]
+    step: Any
+    begin: float
+
+
 class Engine:
     """Continuous batching over an executor. Not thread-safe: one thread calls it.
 
-    A step is three parts: `scheduler.schedule` says what is computed, `executor.step` computes it, and `_take` makes
-    outputs of what was computed. `_take` looks at the rows alone, not at what is scheduled.
+    A step is three parts: `scheduler.schedule` says what is computed, `executor.launch` begins it, and `_land` makes
+    outputs of what was computed. Where the device runs ahead, a step is launched before the one before it lands: while
+    the device computes, the host looks at the tokens of the step before and chooses the next one. A sequence that turns
+    out to have ended is computed once more for nothing.
     """
 
     def __init__(
@@ -91,6 +108,8 @@ class Engine:
         )
         self._limits = QueueLimits(self.scheduler, max_num_queued_reqs, max_queue_ms, clock)
         self._submitted = 0
+        self._flight: _Flight | None = None
+        self._landed = 0.0  # when the last step did
 
     @property
     def has_work(self) -> bool:
@@ -151,15 +170,43 @@ class Engine:
 
     def step(self) -> list[TokenOutput]:
         """Ends what is past its deadline and runs one step; returns the new token of each row that finished its prompt,
-        and the end of each request that has come to one."""
-        begin = self._clock()
-        outputs = [_ended(s, "deadline") for s in self.scheduler.expire(begin)]
+        and the end of each request that has come to one. Where the device runs ahead, the tokens are those of the step
+        before."""
+        outputs = [_ended(s, "deadline") for s in self.scheduler.expire(self._clock())]
+        if self._flight is not None and not self.scheduler.can_go_ahead:
+            outputs += self._land(self._flight)
         rows = self.scheduler.schedule()
-        if rows:
-            begin = self._clock()
-            result = self._executor.step(rows)
-            self._measure(rows, self._clock() - begin)
-            outputs += self._take(rows, result)
+        before, self._flight = self._flight, self._launch(rows) if rows else None
+        if before is not None:
+            outputs += self._land(before)
+        if self._flight is not None and not self._executor.runs_ahead:
+            outputs += self._land(self._flight)
+        return outputs
+
+    def _launch(self, rows: list[Row]) -> _Flight:
+        begin = self._clock()
+        flight = _Flight(rows, self._executor.launch(rows), begin)
+        for row in rows:
+            row.sequence.launch(row)
+        return flight
+
+    def _land(self, flight: _Flight) -> list[TokenOutput]:
+        """Waits for a step; what it says about those of its rows that have not ended meanwhile."""
+        result, outputs = self._executor.wait(flight.step), []
+        now = self._clock()
+        self._measure(flight.rows, now - max(flight.begin, self._landed))
+        self._landed = now
+        if self._flight is flight:
+            self._flight = None
+        for n, row in enumerate(flight.rows):
+            if row.sequence.ended:
+                continue
+            token = int(result.token[n])
+            if row.samples:
+                row.sequence.tokens[row.start + row.count] = token
+            self.scheduler.land(row)
+            if row.samples:
+                outputs.append(self._append(row, token, n, result))
         return outputs
 
     def _measure(self, rows: list[Row], seconds: float) -> None:
@@ -176,29 +223,20 @@ class Engine:
         self._executor.start(sequence)
         self._limits.admitted(sequence)
 
-    def _take(self, rows: list[Row], result: StepResult) -> list[TokenOutput]:
-        """What a step says about its rows."""
-        outputs = []
-        for n, row in enumerate(rows):
-            self.scheduler.advance(row)
-            if row.samples:
-                outputs.append(self._append(row.sequence, int(result.token[n]), n, result))
-        return outputs
-
-    def _append(self, sequence: Sequence, token: int, row: int, result: StepResult) -> TokenOutput:
+    def _append(self, row: Row, token: int, n: int, result: StepResult) -> TokenOutput:
+        sequence = row.sequence
         if token < 0:  # NaN logits or nothing left to choose: this request fails, its neighbours do not
             self.scheduler.end(sequence, faulty=True)
             return _ended(sequence, "error")
-        sequence.tokens.append(token)
         sequence.outputs.append(token)
         reason, stop = None, None
         if token in sequence.stop_ids and len(sequence.outputs) > sequence.request.params.min_tokens:
             reason, stop = "stop", token
-        elif len(sequence.tokens) >= sequence.max_len:
+        elif row.start + row.count + 1 >= sequence.max_len:
             reason = "length"
         if reason:
             self.scheduler.end(sequence)
-        logprobs = _logprobs(sequence, row, result)
+        logprobs = _logprobs(sequence, n, result)
         return TokenOutput(sequence.request.request_id, token, logprobs, reason, stop, sequence.cached_tokens or 0)
 
 

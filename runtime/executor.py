@@ -44,7 +44,7 @@ STANDARD = CacheOptions()
 
 @dataclass(frozen=True)
 class StepOutputs:
-    """Views of the result block, valid until the next step."""
+    """Views of a result block."""
 
     token: np.ndarray
     logprobs: np.ndarray
@@ -52,11 +52,57 @@ class StepOutputs:
     logits: np.ndarray
 
 
-class DeviceExecutor(ABC):
-    """What devices have in common. `_load` binds a program to the executor's memory, `_run` runs one."""
+class StepFrame:
+    """What the host writes and reads of one step: while the device works on one, the host fills another."""
 
-    inputs: StepInputs
-    outputs: StepOutputs
+    def __init__(self, inputs: StepInputs, outputs: StepOutputs) -> None:
+        self.inputs, self.outputs = inputs, outputs
+        rows = len(inputs.seq_lens)
+        self._filled: list[tuple[Sequence, object, object] | None] = [None] * rows  # whose rows the sampler's are
+
+    def fill(self, rows: list[Row], paged: bool) -> int:
+        """Writes the step's inputs; the number of its tokens. A whole field at a time: an array takes a list as fast as
+        two single elements."""
+        s, n = self.inputs, len(rows)
+        counts = [r.count for r in rows]
+        total = sum(counts)
+        if total == n:
+            s.tokens[:n] = [r.sequence.tokens[r.start] for r in rows]
+            s.positions[:n] = [r.start for r in rows]
+            s.rows[:n] = range(n)
+        else:
+            s.tokens[:total] = [t for r in rows for t in r.sequence.tokens[r.start : r.start + r.count]]
+            s.positions[:total] = [p for r in rows for p in range(r.start, r.start + r.count)]
+            s.rows[:total] = [i for i, count in enumerate(counts) for _ in range(count)]
+        s.query_start[1 : n + 1] = list(accumulate(counts))
+        s.seq_lens[:n] = [r.start + r.count for r in rows]
+        s.kv_index[:n] = [r.sequence.slot for r in rows]
+        if paged:
+            for i, row in enumerate(rows):
+                pages = row.sequence.pages
+                assert pages is not None
+                s.block_table[i, : pages.count] = pages.ids[: pages.count]
+        self._fill_samplers(rows)
+        return total
+
+    def _fill_samplers(self, rows: list[Row]) -> None:
+        """Between steps of a sequence only the length of its history changes."""
+        samplers = self.inputs.sampler
+        for i, row in enumerate(rows):
+            sequence = row.sequence
+            filled = self._filled[i]
+            if filled is None or filled[0] is not sequence or filled[1] is not sequence.bias or filled[2] is not sequence.bans:
+                _fill_sampler(samplers[i], sequence)
+                self._filled[i] = (sequence, sequence.bias, sequence.bans)
+        # A row in the middle of its tokens samples too; its token is dropped, and overwritten in the history.
+        lengths = [r.start + r.count if r.samples else len(r.sequence.tokens) for r in rows]
+        samplers["history_len"][: len(rows)] = lengths
+
+
+class DeviceExecutor(ABC):
+    """What devices have in common. `_load` binds a program to the executor's memory, `launch` and `wait` run steps."""
+
+    runs_ahead = False
     closed = False
     offload_memory = 0  # on a CPU, what pages could be copied to is what they are made of
 
@@ -86,7 +132,6 @@ class DeviceExecutor(ABC):
         self._entries = sorted(of_layout, key=lambda p: (p.kind, p.bucket))
         self._loaded: dict[str, Any] = {}
         self._loading = threading.RLock()
-        self._filled: list[tuple[Sequence, object, object] | None] = [None] * self.model.max_rows  # rows of the sampler
         self.startup: dict[str, float] = {}  # seconds of what was done side by side
 
     @property
@@ -111,8 +156,24 @@ class DeviceExecutor(ABC):
         """A program on the executor's memory."""
 
     @abstractmethod
-    def _run(self, program: Any, dims: dict[str, int], rows: list[Row]) -> None:
-        """Runs a program on what `inputs` holds; afterwards `outputs` holds what `rows` ask for."""
+    def launch(self, rows: list[Row]) -> Any:
+        """Begins a step; what `wait` takes. Where the host does not know a token yet, `tokens` of its sequence has
+        UNKNOWN there: it is what the step before sampled. Raises RequestError after `close`."""
+
+    @abstractmethod
+    def wait(self, step: Any) -> StepOutputs:
+        """Waits for a step; its results by row, valid until one more step has been launched."""
+
+    def step(self, rows: list[Row]) -> StepOutputs:
+        """Runs one step. Results are indexed by row."""
+        return self.wait(self.launch(rows))
+
+    def _prepare(self, frame: StepFrame, rows: list[Row]) -> tuple[Any, dict[str, int]]:
+        """Fills a frame; the step's program and dims."""
+        self.require_open()
+        tokens = frame.fill(rows, bool(self.page_size))
+        dims = {"tokens": tokens, "rows": len(rows), "slots": self.max_num_seqs, "pages": self.num_pages}
+        return self.program("decode" if tokens == len(rows) else "extend", tokens), dims
 
     def program(self, kind: str, size: int) -> Any:
         """The smallest program of a kind that takes `size` rows or tokens, loaded on first use. Thread-safe."""
@@ -137,10 +198,11 @@ class DeviceExecutor(ABC):
         more than once, and never while a step runs."""
         self.closed = True
         self._loaded.clear()
-        self._filled = [None] * len(self._filled)
-        for name in ("inputs", "outputs"):
-            if hasattr(self, name):
-                delattr(self, name)
+        self._forget_frames()
+
+    @abstractmethod
+    def _forget_frames(self) -> None:
+        """Lets go of what the host has of steps."""
 
     @abstractmethod
     def settle(self) -> None:
@@ -150,51 +212,6 @@ class DeviceExecutor(ABC):
         """Raises RequestError after `close`."""
         if self.closed:
             raise RequestError(CLOSED)
-
-    def step(self, rows: list[Row]) -> StepOutputs:
-        """Runs one step. Results are indexed by row."""
-        self.require_open()
-        tokens = self._fill(rows)
-        dims = {"tokens": tokens, "rows": len(rows), "slots": self.max_num_seqs, "pages": self.num_pages}
-        self._run(self.program("decode" if tokens == len(rows) else "extend", tokens), dims, rows)
-        return self.outputs
-
-    def _fill(self, rows: list[Row]) -> int:
-        """Writes the step's inputs, a whole field at a time: an array takes a list as fast as two single elements."""
-        s, n = self.inputs, len(rows)
-        counts = [r.count for r in rows]
-        total = sum(counts)
-        if total == n:
-            s.tokens[:n] = [r.sequence.tokens[r.start] for r in rows]
-            s.positions[:n] = [r.start for r in rows]
-            s.rows[:n] = range(n)
-        else:
-            s.tokens[:total] = [t for r in rows for t in r.sequence.tokens[r.start : r.start + r.count]]
-            s.positions[:total] = [p for r in rows for p in range(r.start, r.start + r.count)]
-            s.rows[:total] = [i for i, count in enumerate(counts) for _ in range(count)]
-        s.query_start[1 : n + 1] = list(accumulate(counts))
-        s.seq_lens[:n] = [r.start + r.count for r in rows]
-        s.kv_index[:n] = [r.sequence.slot for r in rows]
-        if self.page_size:
-            for i, row in enumerate(rows):
-                pages = row.sequence.pages
-                assert pages is not None
-                s.block_table[i, : pages.count] = pages.ids[: pages.count]
-        self._fill_samplers(rows)
-        return total
-
-    def _fill_samplers(self, rows: list[Row]) -> None:
-        """Between steps of a sequence only the length of its history changes."""
-        samplers = self.inputs.sampler
-        for i, row in enumerate(rows):
-            sequence = row.sequence
-            filled = self._filled[i]
-            if filled is None or filled[0] is not sequence or filled[1] is not sequence.bias or filled[2] is not sequence.bans:
-                _fill_sampler(samplers[i], sequence)
-                self._filled[i] = (sequence, sequence.bias, sequence.bans)
-        # A row in the middle of its tokens samples too; its token is dropped, and overwritten in the history.
-        lengths = [r.start + r.count if r.samples else len(r.sequence.tokens) for r in rows]
-        samplers["history_len"][: len(rows)] = lengths
 
 
 class CpuExecutor(DeviceExecutor):
@@ -209,13 +226,14 @@ class CpuExecutor(DeviceExecutor):
         self._kv = allocate(self.cache.nbytes)
         rows = self.model.max_rows
         self._step = allocate(layout(self.max_num_batched_tokens, rows, max_pages=self.cache.max_pages)[1])
-        self.inputs = StepInputs(self._step, self.max_num_batched_tokens, rows, max_pages=self.cache.max_pages)
+        inputs = StepInputs(self._step, self.max_num_batched_tokens, rows, max_pages=self.cache.max_pages)
         self._logits = allocate(rows * self.vocab_size * 4)
         self._token, self._logprobs, self._ids = (allocate(rows * 4 * n) for n in (1, LOGPROBS, LOGPROBS))
-        self.outputs = StepOutputs(
+        outputs = StepOutputs(
             self._token.view(np.int32), self._logprobs.view(np.float32).reshape(rows, LOGPROBS),
             self._ids.view(np.int32).reshape(rows, LOGPROBS), self._logits.view(np.float32).reshape(rows, self.vocab_size),
         )  # fmt: skip
+        self._frame: StepFrame | None = StepFrame(inputs, outputs)
 
     def close(self) -> None:
         super().close()
@@ -253,10 +271,22 @@ class CpuExecutor(DeviceExecutor):
         begin = slot * self.slot_bytes + self._history
         return self._state[begin : begin + 4 * self.max_model_len].view(np.int32)
 
-    def _run(self, program: CpuProgram, dims: dict[str, int], rows: list[Row]) -> None:
+    def _forget_frames(self) -> None:
+        self._frame = None
+
+    def launch(self, rows: list[Row]) -> StepOutputs:
+        self.require_open()
+        assert self._frame is not None
+        program, dims = self._prepare(self._frame, rows)
         program.run(dims)
+        return self._frame.outputs
+
+    def wait(self, step: StepOutputs) -> StepOutputs:
+        return step
 
     def _load(self, entry: ProgramEntry) -> CpuProgram:
+        assert self._frame is not None
+        inputs = self._frame.inputs
         program = CpuProgram(self.artifact.plan(entry.plan), self._library)
         blocks = {
             "arena": self._arena, "weights": self.weights, "state": self._state, "kv": self._kv,
@@ -264,7 +294,7 @@ class CpuExecutor(DeviceExecutor):
         }  # fmt: skip
         for space in program.plan.spaces:
             if space.kind == "input":
-                offset = self.inputs.fields[space.name][0]
+                offset = inputs.fields[space.name][0]
                 program.bind(space.kind, space.name, self._step.ctypes.data + offset)
             else:
                 program.bind(space.kind, space.name, blocks[space.name].ctypes.data)

@@ -46,6 +46,8 @@ class KeptSessions:
         if self._pool is not None:
             self._free.append(slot)
             slot = NO_SLOT
+        if self._pool is not None and sequence.pages is not None:  # a step that runs may have been given one more
+            self._pool.shrink(sequence.pages, sequence.computed)
         self._kept[name] = Kept(sequence.tokens[: sequence.computed], slot, sequence.pages)
         sequence.slot, sequence.computed, sequence.pages = NO_SLOT, 0, None
 
@@ -71,9 +73,7 @@ class KeptSessions:
             size = self._pool.page_size
             if count // size < len(kept.tokens) // size:  # the last of these is a full page
                 count -= count % size
-            while kept.pages.count > self._pool.pages_for(count):
-                kept.pages.count -= 1
-                self._pool.release(int(kept.pages.ids[kept.pages.count]))
+            self._pool.shrink(kept.pages, count)
         del kept.tokens[count:]
         return count
 

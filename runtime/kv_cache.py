@@ -160,6 +160,12 @@ class PagePool:
         table.ids[: len(pages)] = pages
         table.count = len(pages)
 
+    def shrink(self, table: BlockTable, tokens: int) -> None:
+        """Gives back what a table has more than `tokens` tokens need."""
+        while table.count > self.pages_for(tokens):
+            table.count -= 1
+            self.release(int(table.ids[table.count]))
+
     def clear(self, table: BlockTable) -> None:
         """Gives all pages of a table back, the last one first: of a known prefix, its end is forgotten first."""
         for page in table.ids[: table.count][::-1].tolist():

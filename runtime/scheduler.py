@@ -60,7 +60,7 @@ class Scheduler:
         """Rows of the next step. One-token rows come first: decoding waits for no prompt longer than the budget."""
         budget, before = self._budget, self.preemptions
         rows: dict[Sequence, Row] = {}
-        decoding = [s for s in self.running if s.pending == 1]
+        decoding = [s for s in self.running if s.pending == 1 and not s.complete]
         for sequence in [*decoding, *(s for s in self.running if s.pending > 1)]:
             if not budget:
                 break
@@ -68,7 +68,7 @@ class Scheduler:
                 continue
             row = self._row(sequence, budget)
             for victim in self._make_room(row):
-                rows.pop(victim, None)
+                budget += rows.pop(victim).count if victim in rows else 0
             if sequence.slot != NO_SLOT:
                 rows[sequence] = row
                 budget -= row.count
@@ -85,13 +85,26 @@ class Scheduler:
             budget -= row.count
         return list(rows.values())
 
-    def advance(self, row: Row) -> None:
-        """Takes note that a row was computed. Pages that it filled become known."""
-        row.sequence.computed += row.count
+    @property
+    def can_go_ahead(self) -> bool:
+        """Whether a step can be chosen before the one that runs has ended: not where pages might have to be taken from a
+        sequence, or come back to one."""
+        if self.pool is None:
+            return True
+        if self.waiting and self.waiting[0].saved is not None:
+            return False
+        return self.pool.free_pages >= len(self.running) + self._budget // self.pool.page_size
+
+    def land(self, row: Row) -> None:
+        """Takes note that a row was computed, and that its token, if it samples, is in `tokens`. Pages that it filled
+        become known."""
+        row.sequence.land(row)
         self._publish(row.sequence, row.start)
 
     def end(self, sequence: Sequence, faulty: bool = False) -> None:
-        """Ends a sequence, waiting or running, and frees all that it has. Of a faulty one, no page is shared any more."""
+        """Ends a sequence, waiting or running, and frees all that it has: a step that runs may still write there, but
+        none that begins later reads it. Of a faulty one, no page is shared any more."""
+        sequence.forget_steps()
         if sequence.slot != NO_SLOT and sequence.request.session and not faulty:
             self.running.remove(sequence)
             self.kept.keep(sequence)
@@ -130,7 +143,7 @@ class Scheduler:
 
     def _row(self, sequence: Sequence, budget: int) -> Row:
         count = min(sequence.pending, budget)
-        return Row(sequence, sequence.computed, count, count == sequence.pending)
+        return Row(sequence, sequence.reached, count, count == sequence.pending)
 
     def _found(self, sequence: Sequence) -> list[int]:
         """Known pages that a sequence can begin with, none where its session has kept more: only one of both is there
@@ -229,6 +242,7 @@ class Scheduler:
         return victims
 
     def _preempt(self, sequence: Sequence) -> None:
+        assert not sequence.flying, "a step runs that computes it"
         assert self.pool is not None and sequence.pages is not None
         count = self.pool.pages_for(sequence.computed)
         if self._offload is not None and self._offload.worth(sequence.computed, count):

@@ -50,13 +50,15 @@ class TokenOutput(NamedTuple):
 
 
 NO_SLOT = -1
+UNKNOWN = -1  # a token that a step samples which has not ended: the device knows it before the host
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request from its submission to its end. While it waits it has no slot and no pages, and `computed` is 0.
 
-    `computed` counts the tokens whose keys and values are in the cache. `digests` names the full pages of its tokens, as
+    `computed` counts the tokens whose keys and values are in the cache, `flying` those after them that a step computes
+    which has not ended; where it samples, the last of `tokens` is UNKNOWN. `digests` names the full pages of its tokens, as
     far as they were asked for; `saved` is what was copied out of its pages when it lost them.
     """
 
@@ -64,6 +66,7 @@ class Sequence:
     slot: int
     tokens: list[int]
     computed: int = 0
+    flying: int = 0
     stop_ids: frozenset[int] = frozenset()
     max_len: int = 0
     bias: tuple[np.ndarray, np.ndarray] | None = None
@@ -82,9 +85,36 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def reached(self) -> int:
+        """Tokens in the cache once every step has ended that was begun."""
+        return self.computed + self.flying
+
+    @property
     def pending(self) -> int:
-        """Tokens known but not in the cache: the prompt's rest, or the last sampled token."""
-        return len(self.tokens) - self.computed
+        """Tokens that no step has taken in: the prompt's rest, or the last sampled token."""
+        return len(self.tokens) - self.computed - self.flying
+
+    @property
+    def complete(self) -> bool:
+        """Whether its last token is known, or about to be: it is as long as it may become."""
+        return len(self.tokens) >= self.max_len
+
+    def launch(self, row: Row) -> None:
+        """Takes note that a step with this row has begun."""
+        self.flying += row.count
+        if row.samples:
+            self.tokens.append(UNKNOWN)
+
+    def land(self, row: Row) -> None:
+        """Takes note that it has ended."""
+        self.flying -= row.count
+        self.computed += row.count
+
+    def forget_steps(self) -> None:
+        """It ends while steps run that compute more of it: what they give counts no more."""
+        self.flying = 0
+        while self.tokens[-1] == UNKNOWN:
+            self.tokens.pop()
 
     @property
     def turn(self) -> tuple[int, int]:

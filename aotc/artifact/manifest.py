@@ -10,7 +10,7 @@ import msgspec
 
 from aotc.errors import ArtifactError
 
-FORMAT_VERSION = 2  # tensor models of format 1 are read as well: theirs did not change
+FORMAT_VERSION = 3  # tensor models of earlier formats are read as well: theirs did not change
 KV_LAYOUTS = ("static", "paged")
 CHUNK_BYTES = 4 << 20  # of weights.bin that one checksum covers
 PAGE = 4096  # where weights of 1 MiB and more begin, and what a target's share of weights.bin is made of
@@ -154,7 +154,8 @@ def decode_manifest(data: bytes) -> Manifest:
     """Reads and checks a manifest. Raises ArtifactError: malformed, edited, or of another format version."""
     try:
         head = msgspec.json.decode(data, type=_Version)
-        if head.format_version != FORMAT_VERSION and (head.format_version != 1 or head.state is not None):
+        earlier = 1 <= head.format_version < FORMAT_VERSION and head.state is None
+        if head.format_version != FORMAT_VERSION and not earlier:
             raise ArtifactError(
                 f"the artifact has format version {head.format_version}, this aotc reads {FORMAT_VERSION}: "
                 "compile the model again"

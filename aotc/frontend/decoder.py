@@ -65,16 +65,20 @@ def _export(config, max_model_len: int) -> torch.export.ExportedProgram:
 
 
 def _with_sampling(graph: Graph, max_model_len: int) -> Graph:
+    """Samples at the end, into a slot's history, and takes from there the tokens that the host does not know yet."""
     builder = Builder(graph.name, graph.dims, (v.name for v in graph.values()))
     rows, slots = symbol("rows"), symbol("slots")
     settings = builder.input("sampler", TensorType(u8, (rows, SAMPLER_BYTES)))
     history = builder.input("history", TensorType(i32, (slots, max_model_len)))
-    index = next(v for v in graph.inputs if v.name == "kv_index")
-    logits = graph.output("logits")
-    token, logprobs, ids, past = builder.emit_many("sample", logits, settings, history, index, sources=("sample",))
+    by_name = {v.name: v for v in graph.inputs}
+    feed = [by_name[n] for n in ("tokens", "positions", "rows", "kv_index")]
+    fed = builder.emit("feed_tokens", *feed, history, sources=("feed_tokens",))
+    first, logits = builder.nodes.pop(), graph.output("logits")
+    nodes = (replace(n, inputs=tuple(fed if v is feed[0] else v for v in n.inputs)) for n in graph.nodes)
+    token, logprobs, ids, past = builder.emit_many("sample", logits, settings, history, feed[3], sources=("sample",))
     named = dict(zip(graph.output_names, graph.outputs, strict=True))
     named |= {"token": token, "logprobs": logprobs, "logprob_ids": ids, "history": past}
     return replace(
-        graph, inputs=(*graph.inputs, settings, history), nodes=(*graph.nodes, *builder.nodes),
+        graph, inputs=(*graph.inputs, settings, history), nodes=(first, *nodes, *builder.nodes),
         outputs=tuple(named.values()), output_names=tuple(named), aliases=(*graph.aliases, ("history", "history")),
     )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from aotc.codegen.cpu.syntax import STORAGE, CppSyntax
-from aotc.codegen.loops import Index, LoopNest, add, linear, to_primitives
+from aotc.codegen.loops import Index, LoopNest, add, linear, states_read, to_primitives
 from aotc.errors import UnsupportedError
 from aotc.ir.dtypes import f32
 from aotc.ir.graph import Graph, Node, Value
@@ -141,7 +141,8 @@ def _loops(frame: _Frame) -> Source:
         value = nest.emit(out, index)
         nest.line(SYNTAX.store(pointers[out], out.type.dtype, linear(index, nest.shape(out)), value))
 
-    nest = _rows_of(lambda: LoopNest(body, SYNTAX, pointers), names, "j", shape[-1], write)
+    strides = {v: frame.stride(v) // v.type.dtype.itemsize for v in states_read(body)}
+    nest = _rows_of(lambda: LoopNest(body, SYNTAX, pointers, strides), names, "j", shape[-1], write)
     shared = any("for (" in text for text in nest.row_lines)  # a reduction of the whole row: the row is not cut
     width = SYNTAX.size(shape[-1])
     return frame.source(

@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from aotc.codegen.cuda.nest import BlockNest
 from aotc.codegen.cuda.syntax import POINTER, TritonSyntax, dim
 from aotc.codegen.cuda.tables import Schedules
-from aotc.codegen.loops import Index
+from aotc.codegen.loops import Index, states_read
 from aotc.ir.graph import Graph, Node, Value
 from aotc.ir.program import Kernel, Strides, area_of
 from aotc.ir.sizes import Dim, Size, upper_bound
@@ -91,7 +91,8 @@ class Frame:
         made = dict(zip(body.outputs, (self.pointers[v] for v in self.body.outputs), strict=False))
         sizes = {s for v in body.values() for s in v.type.shape}
         syntax = TritonSyntax(double=any(v.type.dtype.name == "f64" for v in self.body.values()))
-        return BlockNest(body, syntax, self.pointers | made, {SYNTAX.size(s): self.upper(s) for s in sizes}, wide)
+        strides = {v: slot_stride(self, v) for v in states_read(body)}
+        return BlockNest(body, syntax, self.pointers | made, {SYNTAX.size(s): self.upper(s) for s in sizes}, wide, strides)
 
     def wide(self, *values: Value) -> bool:
         """Whether a place in one of these tensors needs 64 bits."""

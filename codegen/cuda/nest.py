@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from aotc.codegen.cuda.syntax import TritonSyntax
-from aotc.codegen.loops import Index, LoopNest, accumulator_of, linear
+from aotc.codegen.loops import Index, LoopNest, accumulator_of
 from aotc.errors import UnsupportedError
 from aotc.ir.dtypes import DType, i32
 from aotc.ir.graph import Graph, Value
@@ -27,9 +28,10 @@ class BlockNest(LoopNest):
     syntax: TritonSyntax
 
     def __init__(
-        self, body: Graph, syntax: TritonSyntax, pointers: dict[Value, str], upper: Mapping[str, int], wide: bool
-    ) -> None:
-        super().__init__(body, syntax, pointers)
+        self, body: Graph, syntax: TritonSyntax, pointers: dict[Value, str], upper: Mapping[str, int], wide: bool,
+        strides: Mapping[Value, int] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(body, syntax, pointers, strides)
         self.upper, self.wide = dict(upper), wide
         self.masks: dict[str, str] = {}  # by vector variable; none where all lanes live
         self.lanes: dict[str, int] = {}  # by vector variable: how many
@@ -117,7 +119,17 @@ class BlockNest(LoopNest):
     def _offset(self, value: Value, index: Index) -> str:
         if self.flat and self.flat[:2] == (index, self.shape(value)):
             return self.flat[2]
-        return linear(index, self.shape(value))
+        return super()._offset(value, index)
+
+    @contextmanager
+    def guarded(self, condition: str) -> Iterator[None]:
+        """Loads read nothing where the condition does not hold, and cost no time there."""
+        guard, known = self.guard, [dict(s.known) for s in self.scopes]
+        self.guard = f"{guard} & {condition}" if guard else condition
+        yield
+        self.guard = guard
+        for scope, before in zip(self.scopes, known, strict=True):
+            scope.known = before
 
     def fold(
         self, kind: str, dtype: DType, index: Index, ranges: list[str], element: Callable[[list[str]], str]

@@ -142,11 +142,12 @@ class CudaDevice:
             self.call("cuCtxSetCurrent", self.context)
             self._threads.entered = True
 
-    def fail(self, program: str, error: DeviceError) -> DeviceLostError:
+    def fail(self, program: str, error: DeviceError, step: int | None = None) -> DeviceLostError:
         """What to raise where a step failed. Nothing runs afterwards: a context is not usable after most errors, and
         what the caches of running sequences hold is not known after any."""
         advice = "" if self.synchronous else "; with AOTC_SYNC=1 the kernel is named"
-        self.failure = f"step {self.steps} failed in program {program}: {error}; load the model in a new process{advice}"
+        which = self.steps if step in (None, self.steps) else f"{step} or {self.steps}"  # what began later may be at fault
+        self.failure = f"step {which} failed in program {program}: {error}; load the model in a new process{advice}"
         return DeviceLostError(self.failure)
 
     def synchronize(self) -> None:

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from feed_cases import feed_graph, feed_inputs
 
 from aotc.ir.builder import Builder
 from aotc.ir.dtypes import bf16, bool_, f16, f32, f64, i32, i64, u8
@@ -233,3 +234,8 @@ def test_a_wrong_kernel_is_found(check_cpu, monkeypatch):
     graph = graph_of([type_, type_], lambda b, x, y: {"y": b.emit("add", x, y)}, name="wrong")
     found, _ = check_cpu(graph, inputs_of(graph))
     assert len(found) == 1 and found[0].relative > 0.1
+
+
+def test_tokens_come_from_the_history_where_the_host_does_not_know_them(check_cpu):
+    found, program = check_cpu(feed_graph(), feed_inputs(), strides={"state": 192})
+    assert found == [] and [k.family for k in program.kernels.values()] == ["loops", "sample"]

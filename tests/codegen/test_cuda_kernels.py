@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from attention_cases import SLOTS, attention_graph, page_up, ragged
+from feed_cases import feed_graph, feed_inputs
 
 from aotc.codegen.cuda.fake_device import run_program
 from aotc.codegen.cuda.render import TEMPLATES
@@ -346,3 +347,7 @@ def test_a_wrong_kernel_is_found(monkeypatch):
     monkeypatch.setattr(TritonSyntax, "store", lambda self, p, t, at, v, mask="": store(self, p, t, f"{at} + 4", v, mask))
     with pytest.raises(DeviceError, match="wrote outside of out.y"):
         check(graph)
+
+
+def test_tokens_come_from_the_history_where_the_host_does_not_know_them():
+    assert check(feed_graph(), feed_inputs()) == ["loops", "sample"]

@@ -14,12 +14,20 @@ import pytest
 import serving
 import tokenizers
 from fake_cuda import FakeDriver
+from fake_executor import USUAL
 from serving import Running, alive, wait
 
 from aotc.artifact.reader import open_artifact
 from aotc.cli import main
 from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.tokenizer import Tokenizer
+
+
+@pytest.fixture(params=["in_step", "ahead"])
+def both_ways(request, monkeypatch):
+    """The fake device ends a step before the next one begins, or takes one more meanwhile."""
+    monkeypatch.setitem(USUAL, "runs_ahead", request.param == "ahead")
+    return request.param
 
 
 @pytest.fixture(scope="session")

@@ -51,6 +51,7 @@ class FakeExecutor:
 
     max_num_batched_tokens, max_model_len, vocab_size = 64, MAX_MODEL_LEN, VOCAB
     num_pages = page_size = page_bytes = offload_memory = 0
+    runs_ahead = False
 
     def __init__(self, folder: Path, max_num_seqs: int) -> None:
         self.folder, self.max_num_seqs = folder, max_num_seqs
@@ -58,7 +59,10 @@ class FakeExecutor:
     def start(self, sequence: Sequence) -> None:
         pass
 
-    def step(self, rows: list[Row]) -> Result:
+    def wait(self, step: Result) -> Result:
+        return step
+
+    def launch(self, rows: list[Row]) -> Result:
         count = len(rows)
         ids, logprobs = np.full((count, 21), -1, np.int32), np.full((count, 21), -2.0, np.float32)
         result = Result(np.zeros(count, np.int32), logprobs, ids)

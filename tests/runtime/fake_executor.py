@@ -1,6 +1,7 @@
 """A device whose next token is a hash of the history, a clock that stands still, and engines over both."""
 
 import zlib
+from collections import deque
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from aotc.runtime.engine import Engine
 from aotc.runtime.offload import Costs
 from aotc.runtime.sampling import SamplingParams
-from aotc.runtime.sequence import Request
+from aotc.runtime.sequence import UNKNOWN, Request
 
 VOCAB = 50
 EOS = 7
@@ -29,17 +30,22 @@ class Clock:
         return self.now
 
 
-@dataclass
+USUAL = {"runs_ahead": False}  # what a test does not say: the fixture both_ways tries either
+
+
+@dataclass(eq=False)
 class Result:
     token: np.ndarray
     logprobs: np.ndarray
     logprob_ids: np.ndarray
+    rows: list
 
 
 @dataclass
 class FakeExecutor:
     """Keeps a cache of tokens a slot and checks every step against it: order, budget, slots. With pages, tokens lie where
-    the block table says, and are read back from there."""
+    the block table says, and are read back from there. Where it runs ahead, it takes UNKNOWN for the token that the step
+    before sampled in that slot, and gives nothing away before its step is waited for, in order, one step late at most."""
 
     max_num_seqs: int = 3
     max_num_batched_tokens: int = 8
@@ -49,6 +55,7 @@ class FakeExecutor:
     num_pages: int = 0
     page_size: int = 4
     offload_memory: int = 0
+    runs_ahead: bool = field(default_factory=lambda: USUAL["runs_ahead"])
     cache: dict[int, list[int] | None] = field(default_factory=dict)
     left: dict[int, list[int] | None] = field(default_factory=dict)
     steps: list[list[tuple[str, int, bool]]] = field(default_factory=list)
@@ -57,6 +64,8 @@ class FakeExecutor:
     def __post_init__(self):
         self.page_bytes = 8 * self.page_size
         self.pages = np.full((self.num_pages, self.page_size), -1)
+        self.launched = deque()
+        self.sampled = {}  # by slot: the position, and the token
 
     def start(self, sequence):
         assert 0 <= sequence.slot < self.max_num_seqs
@@ -71,12 +80,26 @@ class FakeExecutor:
         self.copied.append(("load", len(ids)))
         self.pages[ids] = saved.view(np.int64)
 
+    def launch(self, rows):
+        assert len(self.launched) < (2 if self.runs_ahead else 1), "a step too far ahead"
+        self.launched.append(self.step(rows))
+        return self.launched[-1]
+
+    def wait(self, step):
+        while step in self.launched:
+            done = self.launched.popleft()
+            assert done is step or all(r.sequence.ended for r in done.rows), "a step whose tokens nobody took"
+        return step
+
+    def settle(self):
+        self.launched.clear()
+
     def step(self, rows):
         assert 0 < len(rows) <= self.max_num_seqs
         assert 0 < sum(r.count for r in rows) <= self.max_num_batched_tokens
         assert len({r.sequence.slot for r in rows}) == len(rows)
         result = Result(np.zeros(len(rows), np.int32), np.zeros((len(rows), 21), np.float32),
-                        np.full((len(rows), 21), -1, np.int32))  # fmt: skip
+                        np.full((len(rows), 21), -1, np.int32), rows)  # fmt: skip
         for n, (sequence, start, count, samples) in enumerate(rows):
             cache = self.cache[sequence.slot]
             if cache is None:  # what it begins with: nothing, or what is in its pages, or what its session left here
@@ -87,12 +110,18 @@ class FakeExecutor:
                     cache = (self.left[sequence.slot] or [])[:start]
                 self.cache[sequence.slot] = cache
             assert count > 0 and start == len(cache)
-            cache += sequence.tokens[start : start + count]
+            fed = sequence.tokens[start : start + count]
+            if UNKNOWN in fed:
+                assert self.launched, "the step before has ended: its tokens are known"
+                assert len(fed) == 1 and self.sampled[sequence.slot][0] == start
+                fed = [max(self.sampled[sequence.slot][1], 0)]  # of a poisoned one the device has no token
+            cache += fed
             if self.num_pages:
                 self._write(sequence, start, cache, rows)
             assert samples == (start + count == len(sequence.tokens))
             poisoned = sequence.request.request_id in self.poisoned
             result.token[n] = -1 if poisoned else next_token(cache, sequence.request.seed)
+            self.sampled[sequence.slot] = len(cache), int(result.token[n])
             result.logprob_ids[n, :3] = result.token[n], 1, 2
             result.logprobs[n, :3] = -0.5, -0.25, -1
         self.steps.append([(r.sequence.request.request_id, r.count, r.samples) for r in rows])

@@ -53,9 +53,6 @@ class Device(FakeExecutor):
         finally:
             self.stepping = False
 
-    def settle(self):
-        pass
-
     def close(self):
         assert not self.stepping, "closed in the middle of a step"
         self.closed += 1

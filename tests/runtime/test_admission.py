@@ -8,6 +8,8 @@ from aotc.errors import OverloadedError
 from aotc.runtime.deadlines import Deadlines
 from aotc.runtime.sequence import Sequence
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def waiting(engine):
     return [s.request.request_id for s in engine.scheduler.waiting]
@@ -26,7 +28,7 @@ def test_a_deadline_ends_a_request_within_a_step_wherever_it_is(pages):
     """One decodes, one is in the middle of its prompt, one waits; one has ended before, one has time left."""
     clock = Clock()
     engine, executor = make(
-        num_pages=pages, max_num_seqs=3, max_num_batched_tokens=6, max_model_len=80, options={"clock": clock}
+        runs_ahead=False, num_pages=pages, max_num_seqs=3, max_num_batched_tokens=6, max_model_len=80, options={"clock": clock}
     )
     engine.submit(request("done", [1], deadline=2.0, max_tokens=1))
     engine.submit(request("decodes", [1, 2], deadline=2.0, max_tokens=50))
@@ -55,7 +57,7 @@ def test_a_deadline_ends_a_request_within_a_step_wherever_it_is(pages):
 
 def test_a_step_in_which_all_are_late_computes_nothing():
     clock = Clock()
-    engine, executor = make(options={"clock": clock})
+    engine, executor = make(runs_ahead=False, options={"clock": clock})
     engine.submit(request("a", [1], deadline=1.0))
     clock.now = 0.5
     assert [o.request_id for o in engine.step()] == ["a"]
@@ -159,7 +161,7 @@ def test_a_preempted_request_does_not_count_as_one_that_waits_for_its_first_turn
 
 def test_who_is_told_to_come_back_is_told_how_long_a_slot_took():
     clock = Clock()
-    engine, _ = make(max_num_seqs=1, options={"max_num_queued_reqs": 1, "clock": clock})
+    engine, _ = make(runs_ahead=False, max_num_seqs=1, options={"max_num_queued_reqs": 1, "clock": clock})
     for _ in range(30):
         engine.submit(request("a", [1], max_tokens=1))
         clock.now += 10.0

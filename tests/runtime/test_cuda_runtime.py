@@ -33,8 +33,8 @@ def test_weights_arrive_whole_and_a_step_is_one_graph(cuda_artifact, gpu):
     assert len(driver.graphs[driver.launched[0]]) == len(list(plan.calls()))
     assert set(driver.edges) == {(1, 1)}, "kernels of sm90 wait themselves"
     step = np.ctypeslib.as_array(driver.blocks[executor._step])
-    assert step[executor.inputs.fields["tokens"][0] :].view(np.int32)[:3].tolist() == [5, 6, 7]
-    dims = step[executor.inputs.fields["dims"][0] :].view(np.int32)
+    assert step[executor.fields["tokens"][0] :].view(np.int32)[:3].tolist() == [5, 6, 7]
+    dims = step[executor.fields["dims"][0] :].view(np.int32)
     assert dict(zip(executor.target.dims, dims.tolist(), strict=False)) == {"pages": 0, "rows": 1, "slots": 1, "tokens": 3}
 
 
@@ -83,7 +83,7 @@ def test_pages_take_what_is_free_and_a_step_sends_the_rows_of_the_table_in_use(c
     executor.start(prompt)
     driver.trace.clear()
     executor.step([Row(prompt, 0, 3, True)])
-    step, (offset, _, shape) = np.ctypeslib.as_array(driver.blocks[executor._step]), executor.inputs.fields["block_table"]
+    step, (offset, _, shape) = np.ctypeslib.as_array(driver.blocks[executor._step]), executor.fields["block_table"]
     assert shape == (2, 4) and step[offset:].view(np.int32)[:4].tolist() == [6, 3, 0, 0]
     assert driver.trace[0] == ("up", executor._step, offset + 4 * 4), "one row of two"
     device, driver = gpu(free=-(-(least + 3 * page) * 10 // 8))
@@ -171,7 +171,7 @@ def test_collecting_gives_everything_back(cuda_artifact, gpu):
     device, driver = gpu()
     executor = CudaExecutor(cuda_artifact, 1, device)
     executor.finish_warming()
-    tokens = executor.outputs.token
+    tokens = executor.step([Row(sequence(5), 0, 1, True)]).token
     del executor, device
     gc.collect()
     assert driver.everything["host"] == 1, "somebody looks at a result"

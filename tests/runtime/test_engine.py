@@ -7,6 +7,8 @@ from hypothesis import given, settings
 
 from aotc.errors import RequestError
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 
 def test_one_request():
     engine, executor = make()
@@ -20,7 +22,7 @@ def test_one_request():
 
 
 def test_requests_join_and_leave_a_running_batch():
-    engine, executor = make(max_num_seqs=2)
+    engine, executor = make(runs_ahead=False, max_num_seqs=2)
     engine.submit(request("a", [1, 2], max_tokens=2))
     engine.submit(request("b", [3], max_tokens=5))
     engine.submit(request("c", [4, 5], max_tokens=2))

@@ -13,6 +13,8 @@ from fake_executor import COMPUTE, COPY, VOCAB, Clock, all_free, expected, make,
 from aotc.errors import OverloadedError
 from aotc.runtime.sequence import NO_SLOT
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 STEPS = int(os.environ.get("AOTC_SOAK_STEPS", "5000"))
 PAGE = 4
 HEADS = [[n] * 9 for n in range(3)]
@@ -38,6 +40,7 @@ class Load:
         made = request(
             name, prompt, int(rng.integers(3)), priority=int(rng.integers(-1, 2)), deadline=late,
             salt="x" if rng.random() < 0.2 else "", max_tokens=int(rng.integers(1, 24)),
+            stop_token_ids=tuple(rng.integers(0, VOCAB, 3 if rng.random() < 0.4 else 0).tolist()),
         )  # fmt: skip
         try:
             self.engine.submit(made)
@@ -58,12 +61,13 @@ class Load:
             self.seen["cancelled"] += 1
         self.clock.now += 1
         self.executor.steps.clear()
+        preemptions = self.engine.scheduler.preemptions
         for output in self.engine.step():
             assert output.request_id in self.left
             self.take(output)
         late = {n for n in self.left if (self.asked[n].deadline or self.clock.now + 1) <= self.clock.now}
         assert not late, "past a deadline"
-        self.check()
+        self.check(preemptions)
 
     def take(self, output):
         name = output.request_id
@@ -76,10 +80,12 @@ class Load:
             self.left.remove(name)
             asked = self.asked[name]
             assert self.got[name] == expected(asked.prompt_token_ids, len(self.got[name]), asked.seed)
+            if output.finish_reason == "stop":
+                assert output.token_id in asked.params.stop_token_ids
             if output.finish_reason == "length":
                 assert len(self.got[name]) == asked.params.max_tokens
 
-    def check(self):
+    def check(self, preemptions):
         """Slots, pages and copies after a step: a slot and pages are a running sequence's, copies a waiting one's."""
         scheduler, engine = self.engine.scheduler, self.engine
         pool = scheduler.pool
@@ -92,13 +98,14 @@ class Load:
         assert all((s.slot, s.computed, s.pages.count) == (NO_SLOT, 0, 0) for s in waiting)
         assert engine.offload.used == sum(s.saved.data.nbytes for s in waiting if s.saved)
         assert all(s.saved is None for s in running)
-        if sum(count for step in self.executor.steps for _, count, _ in step) < self.executor.max_num_batched_tokens:
+        computed = sum(count for step in self.executor.steps for _, count, _ in step)
+        if computed < self.executor.max_num_batched_tokens and scheduler.preemptions == preemptions:
             assert all(s.pending == 1 for s in running), "a step had room for more of a prompt"
         contents = {}
         for s in running:
-            assert s.pages.count == -(-s.computed // PAGE)
+            assert s.pages.count == -(-s.reached // PAGE)
             for n, page in enumerate(s.pages.ids[: s.pages.count].tolist()):
-                contents.setdefault(page, []).append((s.request.cache_salt, tuple(s.tokens[: (n + 1) * PAGE][: s.computed])))
+                contents.setdefault(page, []).append((s.request.cache_salt, tuple(s.tokens[: (n + 1) * PAGE][: s.reached])))
         assert [pool.owners(p) for p in range(pool.num_pages)] == [len(contents.get(p, ())) for p in range(pool.num_pages)]
         assert pool.free_pages == pool.num_pages - len(contents)
         shared = [c for c in contents.values() if len(c) > 1]
@@ -122,7 +129,7 @@ def test_under_random_load(options):
         load.step(arrivals=0)
     engine, copies = load.engine, load.executor.copied
     assert all_free(engine, load.executor)
-    assert all(load.seen[kind] > STEPS // 500 for kind in ("refused", "cancelled", "deadline", "length")), load.seen
+    assert all(load.seen[kind] > STEPS // 500 for kind in ("refused", "cancelled", "deadline", "length", "stop")), load.seen
     assert engine.scheduler.preemptions > STEPS // 50
     assert (engine.offload.saves > STEPS // 500) == bool(copies) == (options["costs"] is COPY)
     if engine.prefixes:

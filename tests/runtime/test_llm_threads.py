@@ -13,6 +13,8 @@ from aotc.errors import DeadlineExceeded, DeviceLostError, RequestError
 from aotc.runtime.llm import LLM
 from aotc.runtime.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 SETTINGS = {"max_tokens": 6, "ignore_eos": True, "seed": 0}
 
 
@@ -50,7 +52,7 @@ def test_calls_of_several_threads_share_steps(fake_llm, pool):  # noqa: F811
 
 
 def test_who_is_done_hands_the_model_on(fake_llm, pool):  # noqa: F811
-    llm, device = fake_llm()
+    llm, device = fake_llm(runs_ahead=False)
     device.hold()
     short = pool.submit(llm.generate, [1], **{**SETTINGS, "max_tokens": 2})
     device.entered.wait()
@@ -108,7 +110,7 @@ def test_a_closed_stream_frees_its_slot_at_once(fake_llm):  # noqa: F811
 
 
 def test_a_stop_string_ends_the_request_before_the_next_step(fake_llm, byte_tokenizer):  # noqa: F811
-    llm, device = fake_llm()
+    llm, device = fake_llm(runs_ahead=False)
     text = byte_tokenizer.decode(answer([1]))
     completion = llm.generate([1], **SETTINGS, stop=text[2])
     assert (completion.text, completion.finish_reason, len(device.steps)) == (text[:2], "stop", 3)
@@ -155,7 +157,7 @@ def late(monkeypatch):
 
 
 def test_a_missed_deadline_gives_what_there_is(fake_llm, late, byte_tokenizer):  # noqa: F811
-    llm, device = fake_llm()
+    llm, device = fake_llm(runs_ahead=False)
     late(device, 10)
     with pytest.raises(DeadlineExceeded, match=r"^the answer was not whole after \d+ ms: give it more time, or ask for f") as e:
         llm.generate([1], **SETTINGS, deadline_ms=35)
@@ -169,7 +171,7 @@ def test_a_missed_deadline_gives_what_there_is(fake_llm, late, byte_tokenizer): 
 
 
 def test_a_deadline_of_a_list_is_for_all_of_it(fake_llm, late):  # noqa: F811
-    llm, device = fake_llm()
+    llm, device = fake_llm(runs_ahead=False)
     late(device, 10)
     lengths = [SamplingParams(max_tokens=n, ignore_eos=True, seed=0) for n in (2, 6, 5, 2)]  # on three slots
     with pytest.raises(DeadlineExceeded) as e:

@@ -5,6 +5,8 @@ from fake_executor import COMPUTE, COPY, Clock, all_free, expected, make, reques
 
 from aotc.runtime.offload import Costs, Offload
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 PLENTY = 1 << 20
 
 
@@ -80,8 +82,9 @@ def test_pages_that_came_back_are_known_again():
 def test_a_sequence_that_comes_back_takes_what_others_computed_meanwhile():
     """Its copies hold 5 tokens of its prompt; another request with the same prompt has computed all of it since."""
     engine, executor = make(
-        num_pages=10, max_num_seqs=2, max_num_batched_tokens=6, options={"costs": COPY, "offload_memory": PLENTY}
-    )
+        runs_ahead=False, num_pages=10, max_num_seqs=2, max_num_batched_tokens=6,
+        options={"costs": COPY, "offload_memory": PLENTY},
+    )  # fmt: skip
     engine.submit(request("other", [1] * 5, max_tokens=4))
     engine.step()
     engine.submit(request("late", [2] * 12, priority=1, max_tokens=3))

@@ -8,6 +8,8 @@ from fake_executor import COMPUTE, all_free, expected, make, request, run, token
 from aotc.runtime.kv_cache import BlockTable, PagePool
 from aotc.runtime.prefix_cache import PrefixCache, extend_digests
 
+pytestmark = pytest.mark.usefixtures("both_ways")
+
 PROMPT = list(range(10, 20))  # two full pages of 4 and a half
 
 
@@ -44,7 +46,7 @@ def test_answers_are_known_too():
 
 
 def test_while_the_first_one_still_runs():
-    engine, executor = make(num_pages=20, max_num_batched_tokens=40)
+    engine, executor = make(runs_ahead=False, num_pages=20, max_num_batched_tokens=40)
     engine.submit(request("a", PROMPT, max_tokens=8))
     engine.step()
     engine.submit(request("b", PROMPT, max_tokens=8))
@@ -58,7 +60,7 @@ def test_while_the_first_one_still_runs():
 
 
 def test_a_chunk_in_the_middle_of_a_page_makes_only_full_pages_known():
-    engine, _ = make(num_pages=20, max_num_batched_tokens=6)
+    engine, _ = make(runs_ahead=False, num_pages=20, max_num_batched_tokens=6)
     engine.submit(request("a", PROMPT * 2))
     engine.step()
     assert engine.cancel("a")
@@ -88,7 +90,7 @@ def test_what_was_not_used_for_longest_is_forgotten_first_and_from_its_end(numbe
 
 
 def test_a_request_waits_for_pages_that_others_run_on_but_not_for_those_that_are_known_only():
-    engine, executor = make(num_pages=4, max_num_batched_tokens=40)
+    engine, executor = make(runs_ahead=False, num_pages=4, max_num_batched_tokens=40)
     ask(engine, "x", [1] * 15, max_tokens=1)
     engine.submit(request("a", [1] * 15, max_tokens=1))
     engine.submit(request("b", [2], max_tokens=1))

@@ -123,6 +123,20 @@ def _sample(arrays: Any, _: Any, __: Any) -> Any:
     return sample_rows(logits.astype(np.float32), settings, history.copy(), index)
 
 
+def _feed_tokens_type(types: tuple[TensorType, ...], _: Any) -> tuple[TensorType, ...]:
+    tokens, positions, rows, slots, history = types
+    require(all(t.dtype == i32 for t in types) and tokens.rank == slots.rank == 1, f"feed_tokens: {types}")
+    require(tokens == positions == rows and history.rank == 2, f"feed_tokens: {types}")
+    return (tokens,)
+
+
+def _feed_tokens(arrays: Any, _: Any, __: Any) -> np.ndarray:
+    """The tokens of a step. Where the host does not know one yet, it says -1: it is the one that was sampled before, and
+    lies in the history of the row's slot at its position."""
+    tokens, positions, rows, slots, history = (np.asarray(a) for a in arrays)
+    return np.where(tokens < 0, history[slots[rows], positions], tokens).astype(np.int32)
+
+
 def _last_rows(types: tuple[TensorType, ...], _: Any) -> tuple[TensorType, ...]:
     x, query_start = types
     return (TensorType(x.dtype, (query_start.shape[0] - 1, *x.shape[1:])),)
@@ -131,6 +145,7 @@ def _last_rows(types: tuple[TensorType, ...], _: Any) -> tuple[TensorType, ...]:
 OPS = (
     Op("kv_append", _kv_append_type, _kv_append, KVAttrs, no_flops, exact=True, linear=((0, 0),)),
     Op("attention", _attention_type, _attention, AttentionAttrs, _attention_cost),
+    Op("feed_tokens", _feed_tokens_type, _feed_tokens, Attrs, no_flops, exact=True),
     Op("last_rows", _last_rows, lambda a, _, __: a[0][np.asarray(a[1])[1:] - 1], Attrs, no_flops, exact=True),
     Op("sample", _sample_types, _sample, Attrs, lambda i, _, __: i[0].size * 4, exact=True, linear=((3, 2),)),
 )
