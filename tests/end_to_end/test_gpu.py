@@ -14,7 +14,8 @@ from aotc.cli import main
 from aotc.errors import DeviceError
 from aotc.runtime.cuda_executor import CudaExecutor
 from aotc.runtime.devices.cuda import CudaDevice
-from aotc.runtime.executor import CpuExecutor
+from aotc.runtime.engine import Engine
+from aotc.runtime.executor import CacheOptions, CpuExecutor
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import Request, Row, Sequence
 
@@ -184,6 +185,41 @@ def test_nothing_is_read_from_the_arena_that_the_step_did_not_write(compiled, op
         clean = answers(gpu, sequences)
         assert len({tuple(a) for a in clean}) == count
         assert answers(gpu, sequences, poison) == clean
+
+
+class InStep(CudaExecutor):
+    """Ends each step before the next one begins."""
+
+    runs_ahead = False
+
+
+@pytest.mark.parametrize("layout", ["static", "paged"])
+def test_an_engine_that_runs_ahead_gives_each_request_what_it_gets_alone(compiled, layout):
+    """Requests that come, stop early and are cancelled while steps are under way; pages of the few there are go round."""
+    artifact = compiled("f32", 32)
+    rng = np.random.default_rng(4)
+    asked = [
+        Request(
+            f"r{n}", tuple(rng.integers(2, 200, int(rng.integers(1, 300))).tolist()),
+            SamplingParams(
+                temperature=n % 2 * 0.8, max_tokens=int(rng.integers(1, 120)), ignore_eos=True, repetition_penalty=1.1,
+                stop_token_ids=tuple(rng.integers(2, 200, 2).tolist()), logit_bias={9: 1.5} if n % 3 == 0 else {},
+            ), seed=n,
+        )
+        for n in range(40)
+    ]  # fmt: skip
+    found = []
+    for kind, slots in ((InStep, 1), (CudaExecutor, 8)):
+        executor = kind(artifact, slots, CudaDevice(), CacheOptions(layout, None if layout == "static" else "1MiB"))
+        engine, got, waiting = Engine(executor, ()), {}, list(asked)
+        while waiting or engine.has_work:
+            if waiting and rng.random() < 0.5:
+                engine.submit(waiting.pop(0))
+            for output in engine.step():
+                got.setdefault(output.request_id, []).append((output.token_id, output.finish_reason))
+        found.append(got)
+        executor.close()
+    assert found[0] == found[1] and {o[-1][1] for o in found[0].values()} == {"stop", "length"}
 
 
 def test_memory_stays_as_it_is_and_comes_back(compiled, open_gpu):
