@@ -29,6 +29,9 @@ _LIBDEVICE = {
     "atanh": np.arctanh, "rint": np.rint, "trunc": np.trunc, "pow": np.power, "atan2": np.arctan2, "fmod": np.fmod,
 }  # fmt: skip
 
+# Triton's compiler multiplies no less than this (m, n, k), and its interpreter anything.
+interpreter.interpreter_builder.codegen_fns["min_dot_size"] = lambda left, right: (1, 1, 16)
+
 # Kernels run one after the other here: there is nothing to wait for.
 cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
 

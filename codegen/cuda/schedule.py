@@ -108,7 +108,7 @@ def skinny(arch: str, of: Linear) -> Tile:
     """n rows of the weight times all rows of x, k deep a step, in shares of the depth that together give every
     multiprocessor a program with all of its shared memory."""
     size = of.dtype.itemsize
-    k = min(power_of_two(of.depth), 256 // size)
+    k = min(max(power_of_two(of.depth), 16), 256 // size)
     columns = min(max(power_of_two(of.n), 16), 64 if size == 2 else 32)
     splits = max(min(PROGRAMS // -(-of.n // columns), of.depth // (4 * k)), 1)
     return _staged(arch, of, Tile(max(power_of_two(of.rows), 16), columns, k, 4, 8, splits))
