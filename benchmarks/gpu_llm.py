@@ -149,6 +149,7 @@ def check(name: str, source: Path, executor: Any, options: argparse.Namespace) -
 
     reference = torch_model(source)
     narrow = copy.deepcopy(reference).to(torch.bfloat16)
+    narrow.model.rotary_emb = reference.model.rotary_emb  # its frequencies stay f32 wherever weights are narrow
     count = min(executor.max_num_seqs, 4)
     made = sequences(count, 700, executor)
     lengths = [600, 1, 37, 513][:count]
