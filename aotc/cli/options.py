@@ -23,10 +23,11 @@ def parse_bytes(flag: str, text: str) -> int:
 
 
 def add_device(parser: Parser) -> None:
-    """`--device`: where an artifact runs; the names are those of `aotc.runtime.devices.opening.DEVICES`."""
+    """`--device`: where an artifact runs."""
     parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: the GPU if the artifact has code for it"
-    )
+        "--device", default="auto", metavar="NAME",
+        help="cpu, cuda, cuda:NUMBER, or auto: the GPU if the artifact has code for it (auto)",
+    )  # fmt: skip
 
 
 def add_kv_cache(parser: Parser, usual: str) -> None:

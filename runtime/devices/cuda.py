@@ -44,13 +44,13 @@ log = logging.getLogger("aotc.cuda")
 
 
 class CudaDevice:
-    """The first GPU that CUDA_VISIBLE_DEVICES leaves. Threads that use it call `enter` first.
+    """One of the GPUs that CUDA_VISIBLE_DEVICES leaves, by its number. Threads that use it call `enter` first.
 
     All that is made through it is given back by `close`, or when nobody refers to it any more. Raises DeviceError
-    where there is no driver, no GPU, or a driver that is too old.
+    where there is no driver, no such GPU, or a driver that is too old.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         try:
             driver = importlib.import_module("cuda.bindings.driver")
         except ImportError:
@@ -61,13 +61,17 @@ class CudaDevice:
         except RuntimeError:
             raise DeviceError("there is no NVIDIA driver here (libcuda.so.1 does not load)") from None
         self._check(code, "cuInit")
-        if not self.call("cuDeviceGetCount"):
+        count = self.call("cuDeviceGetCount")
+        if not count:
             raise DeviceError(_HINTS[100])
+        if number >= count:
+            there = "the one GPU here is cuda:0" if count == 1 else f"the GPUs here are cuda:0 to cuda:{count - 1}"
+            raise DeviceError(f"there is no cuda:{number}: {there}")
         version = self.call("cuDriverGetVersion")
         if version < MIN_DRIVER:
             here, least = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, MIN_DRIVER))
             raise DeviceError(f"the NVIDIA driver is for CUDA {here}, at least {least} is needed: install a newer driver")
-        self.device = self.call("cuDeviceGet", 0)
+        self.device = self.call("cuDeviceGet", number)
         self.name = self.call("cuDeviceGetName", 128, self.device).split(b"\0")[0].decode()
         kind = driver.CUdevice_attribute
         self.capability = tuple(

@@ -4,6 +4,7 @@ of them Python's."""
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -16,15 +17,16 @@ if TYPE_CHECKING:
     from aotc.artifact.reader import Artifact
     from aotc.runtime.devices.cuda import CudaDevice
 
-DEVICES = ("auto", "cpu", "cuda")
+DEVICE = re.compile(r"auto|cpu|cuda(?::(\d{1,3}))?", re.ASCII)
+DEVICES = "auto, cpu, cuda or cuda:NUMBER"
 
 
 class Opening(threading.Thread):
-    """Opens the GPU in a thread of its own."""
+    """Opens a GPU in a thread of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         super().__init__(name="aotc-opening")  # no daemon: a process must not end within a call of the driver
-        self._device: CudaDevice | None = None
+        self._number, self._device = number, None
         self._error: BaseException | None = None
         self.start()
 
@@ -33,7 +35,7 @@ class Opening(threading.Thread):
         try:
             from aotc.runtime.devices.cuda import CudaDevice
 
-            self._device = CudaDevice()
+            self._device: CudaDevice | None = CudaDevice(self._number)
             self._device.opened_in = time.perf_counter() - begin
         except BaseException as error:  # raised where the device is asked for
             self._error = error
@@ -50,7 +52,10 @@ class Opening(threading.Thread):
 
 def begin_opening(path: str | Path, device: str) -> Opening | None:
     """Begins to open the GPU where an artifact that is yet to be read will ask for it."""
-    return Opening() if device == "cuda" or device == "auto" and _has_gpu_code(path) else None
+    found = DEVICE.fullmatch(device)
+    if found is None or device == "cpu" or device == "auto" and not _has_gpu_code(path):
+        return None
+    return Opening(int(found[1] or 0))
 
 
 def _has_gpu_code(path: str | Path) -> bool:
@@ -64,14 +69,15 @@ def _has_gpu_code(path: str | Path) -> bool:
 def choose_device(artifact: Artifact, device: str, opening: Opening | None = None) -> CudaDevice | None:
     """The GPU that a model runs on, None for the CPU. Raises RequestError for an unknown name, DeviceError where the
     GPU is needed and cannot be had."""
-    if device not in DEVICES:
-        raise RequestError(f"device must be one of {', '.join(DEVICES)}, got {device!r}")
+    found = DEVICE.fullmatch(device)
+    if found is None:
+        raise RequestError(f"device must be {DEVICES}, got {device[:40]!r}")
     inside = {t.device for t in artifact.manifest.targets}
     if device == "cpu" or inside == {"cpu"} and device == "auto":
         return None
     try:
-        return (opening or Opening()).result()
+        return (opening or Opening(int(found[1] or 0))).result()
     except DeviceError:
-        if device == "cuda" or "cpu" not in inside:
+        if device != "auto" or "cpu" not in inside:
             raise
         return None

@@ -48,10 +48,6 @@ class ServedEncoder:
 
 def open_encoder(artifact: Artifact, name: str, device: str, request_timeout: float | None = None) -> ServedEncoder:
     """A text encoder, loaded. Raises AotcError."""
-    if device.startswith("cuda:"):
-        raise RequestError(
-            f"device={device}: a text encoder runs on cuda or cpu (CUDA_VISIBLE_DEVICES chooses the GPU)"
-        )
     from aotc.runtime.devices.opening import begin_opening
 
     opening = begin_opening(artifact.path, device)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 from aotc.artifact.reader import Artifact, open_artifact
 from aotc.errors import ArtifactError, RequestError
 from aotc.runtime.chat_template import ChatTemplate
+from aotc.runtime.devices.opening import DEVICE, DEVICES
 from aotc.runtime.kv_cache import choose_cache, parse_bytes
 from aotc.runtime.server.engine_client import LOAD_SECONDS, EngineClient
 from aotc.runtime.server.metrics import Metrics, ModelMetrics
 from aotc.runtime.server.served import ServedModel
 from aotc.runtime.tokenizer import Tokenizer
-
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,3})?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,8 @@ class ModelOptions:
     def __post_init__(self) -> None:
         if not self.name or not self.path:
             raise RequestError(f"--model {self.name}={self.path}: write NAME=DIR")
-        if not _DEVICE.fullmatch(self.device):
-            raise RequestError(f"device={self.device}: choose auto, cpu, cuda or cuda:NUMBER")
+        if not DEVICE.fullmatch(self.device):
+            raise RequestError(f"device={self.device}: choose {DEVICES}")
         if self.max_num_seqs < 1:
             raise RequestError("max-num-seqs is at least 1")
         if self.kv_layout not in (None, "static", "paged"):

@@ -57,6 +57,7 @@ class FakeDriver:
         self.kernel: Callable[[str, list[int]], None] = lambda symbol, arguments: None
         self.arity: dict[str, int] = {}
         self.sticky = 0
+        self.opened: list[int] = []  # ordinals of devices
         self.blocks: dict[int, Any] = {}  # device memory by address
         self.host: dict[int, Any] = {}  # pinned memory
         self.live: Counter[str] = Counter()  # how many of each other kind of thing there are
@@ -127,6 +128,8 @@ class FakeDriver:
         return self.version
 
     def do_cuDeviceGet(self, ordinal: int) -> int:  # noqa: N802
+        assert 0 <= ordinal < self.gpus
+        self.opened.append(ordinal)
         return 7
 
     def do_cuDeviceGetName(self, size: int, device: int) -> bytes:  # noqa: N802

@@ -9,7 +9,7 @@ from cuda_cases import sequence
 
 import aotc
 from aotc.cli import main
-from aotc.errors import ArtifactError, DeviceError, DeviceLostError
+from aotc.errors import ArtifactError, DeviceError, DeviceLostError, RequestError
 from aotc.runtime.cuda_executor import CudaExecutor
 from aotc.runtime.engine import Engine
 from aotc.runtime.sampling import SamplingParams
@@ -140,6 +140,21 @@ def test_a_prompt_that_does_not_arrive(cuda_artifact, gpu, function):
     del driver.failing[function]
     with pytest.raises(DeviceLostError, match="program start"):
         executor.step([Row(sequence(5), 0, 1, True)])
+
+
+def test_a_gpu_is_chosen_by_its_number(cuda_artifact, fake_driver):
+    driver = fake_driver(gpus=3)
+    for name, number in (("cuda", 0), ("cuda:2", 2), ("cuda:00", 0)):
+        with aotc.load(cuda_artifact.path, max_num_seqs=1, device=name):
+            assert driver.opened.pop() == number
+    with pytest.raises(DeviceError, match="^there is no cuda:3: the GPUs here are cuda:0 to cuda:2$"):
+        aotc.load(cuda_artifact.path, device="cuda:3")
+    fake_driver(gpus=1)
+    with pytest.raises(DeviceError, match="^there is no cuda:1: the one GPU here is cuda:0$"):
+        aotc.load(cuda_artifact.path, device="cuda:1")
+    for name in ("cuda:", "cuda:-1", "cuda:x", "cuda:1000", "CUDA", "gpu", ""):
+        with pytest.raises(RequestError, match=f"^device must be auto, cpu, cuda or cuda:NUMBER, got '{name}'$"):
+            aotc.load(cuda_artifact.path, device=name)
 
 
 def test_where_two_steps_are_under_way_either_may_be_at_fault(cuda_artifact, gpu):

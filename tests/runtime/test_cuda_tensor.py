@@ -153,7 +153,7 @@ def test_without_a_gpu_auto_is_the_cpu(artifact, fake_driver):
     assert type(model._program).__name__ == "CpuTensorProgram" and driver.calls["cuDeviceGetCount"] == 1
     with pytest.raises(DeviceError, match="finds no GPU"):
         aotc.load(artifact.path, device="cuda")
-    with pytest.raises(RequestError, match="device must be one of auto, cpu, cuda, got 'tpu'"):
+    with pytest.raises(RequestError, match="device must be auto, cpu, cuda or cuda:NUMBER, got 'tpu'"):
         aotc.load(artifact.path, device="tpu")
 
 
