@@ -61,7 +61,26 @@ def sync() -> bool:
 
     Raises AotcError for any other value.
     """
-    value = os.environ.get("AOTC_SYNC", "")
+    return _switch("AOTC_SYNC")
+
+
+def ptx() -> bool:
+    """AOTC_PTX: 1 makes `aotc compile` store kernels for GPUs as PTX, which the driver translates at load: slow to load,
+    and later GPUs take it too (see AOTC_TARGET), but for architectures from sm90 on. Unset or 0: off.
+
+    Raises AotcError for any other value.
+    """
+    return _switch("AOTC_PTX")
+
+
+def target() -> str | None:
+    """AOTC_TARGET: the target of an artifact, such as sm80, that runs on whatever GPU there is; unset means the one that
+    was compiled for it."""
+    return os.environ.get("AOTC_TARGET") or None
+
+
+def _switch(name: str) -> bool:
+    value = os.environ.get(name, "")
     if value not in ("", "0", "1"):
-        raise AotcError(f"AOTC_SYNC is {value!r}; set it to 0 or 1")
+        raise AotcError(f"{name} is {value!r}; set it to 0 or 1")
     return value == "1"

@@ -38,7 +38,8 @@ _KERNELS_A_PROCESS = 4  # starting one takes as long as compiling a few kernels
 
 @dataclass(frozen=True)
 class Cubin:
-    """A compiled kernel and what a launch of it must know. Bytes; `registers` and `spill_bytes` of a thread."""
+    """A compiled kernel and what a launch of it must know. Bytes; `registers` and `spill_bytes` of a thread. With
+    AOTC_PTX, `data` is PTX for any GPU from the architecture on; the numbers are still those of its cubin."""
 
     name: str
     data: bytes
@@ -130,8 +131,9 @@ class _Process:
             raise CompilerError(f"Triton crashed on kernel {source.symbol} for {arch}") from None
         if "error" in answer:
             raise CompilerError(f"Triton refuses kernel {source.symbol} for {arch}: {answer['error']}")
-        data = base64.b64decode(answer.pop("cubin"))
+        data, ptx = base64.b64decode(answer.pop("cubin")), answer.pop("ptx").encode() + b"\0"
         registers, spill_bytes = kernel_usage(data)
+        data = ptx if knobs.ptx() else data
         return Cubin(data=data, registers=registers, spill_bytes=spill_bytes, **answer)
 
     def close(self) -> None:
@@ -151,7 +153,8 @@ def _triton_version() -> str:
 
 def _path(source: Source, arch: str) -> Path:
     digest = hashlib.sha256()
-    for part in (source.text, source.signature, source.num_warps, source.num_stages, arch, OPTIONS, _triton_version()):
+    about = (source.signature, source.num_warps, source.num_stages, arch, OPTIONS, _triton_version(), knobs.ptx())
+    for part in (source.text, *about):
         digest.update(repr(part).encode() + b"\0")
     return knobs.cache_dir() / "cubins" / digest.hexdigest()
 
@@ -217,7 +220,7 @@ def _compile_here(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": about.name, "shared": about.shared, "num_warps": about.num_warps, "num_ctas": about.num_ctas,
         "global_scratch_bytes": about.global_scratch_size, "profile_scratch_bytes": about.profile_scratch_size,
-        "cubin": base64.b64encode(kernel.asm["cubin"]).decode(),
+        "cubin": base64.b64encode(kernel.asm["cubin"]).decode(), "ptx": kernel.asm["ptx"],
     }  # fmt: skip
 
 

@@ -164,6 +164,11 @@ class CudaDevice:
         major, minor = self.capability
         here = f"sm{major}{minor}"
         inside = {t.name: t for t in artifact.manifest.targets if t.device == "cuda"}
+        asked = knobs.target()
+        if asked is not None:
+            if asked not in inside:
+                raise ArtifactError(f"AOTC_TARGET is {asked!r}, and {artifact.path} was compiled for {', '.join(inside)}")
+            return inside[asked]
         fit = [n for n in inside if n == here or (major == 8 and n.startswith("sm8") and int(n[2:]) <= 80 + minor)]
         if not fit:
             names = ", ".join(t.name for t in artifact.manifest.targets)

@@ -74,18 +74,18 @@ def test_an_answer_does_not_depend_on_its_neighbours(llm, prompts):
 
 @pytest.fixture(scope="module")
 def compiled(arch, tmp_path_factory):
-    """compiled(dtype, most rows) -> a tiny Llama with random weights, for any CPU and this GPU."""
+    """compiled(dtype, most rows) -> a tiny Llama with random weights, for any CPU and this GPU, or another one."""
     made = {}
 
-    def get(dtype, rows):
-        if (dtype, rows) not in made:
+    def get(dtype, rows, arch=arch):
+        if (dtype, rows, arch) not in made:
             folder = tmp_path_factory.mktemp("tiny")
             (folder / "config.json").write_text(json.dumps(CONFIG))
             arguments = ["compile", str(folder), "--weights", "random:1", "--arch", f"x86-64-v3,{arch}", "--dtype", dtype]
             arguments += ["--max-num-batched-tokens", "512", "--max-num-seqs", str(rows), "--quiet"]
             assert main([*arguments, "-o", str(folder / "artifact")]) == 0
-            made[dtype, rows] = open_artifact(folder / "artifact")
-        return made[dtype, rows]
+            made[dtype, rows, arch] = open_artifact(folder / "artifact")
+        return made[dtype, rows, arch]
 
     return get
 
@@ -156,6 +156,23 @@ def test_ragged_contexts_and_batches_are_as_on_the_cpu(compiled, open_gpu, dtype
             error = np.abs(logits - expected[part]).max() / np.abs(expected).max()
             assert error < limit, f"batch {batch} from {first}: relative error {error:.1e}"
             np.testing.assert_array_equal(tokens[clear[part]], expected_tokens[part][clear[part]])
+    cpu.close()
+
+
+@pytest.mark.parametrize("older", ["sm80", "sm89"])
+def test_code_of_older_architectures_computes_the_same(compiled, open_gpu, monkeypatch, older):
+    """As PTX that the driver translates: what `--arch sm80` makes is run, and not only assembled."""
+    monkeypatch.setenv("AOTC_PTX", "1")
+    monkeypatch.setenv("AOTC_TARGET", older)
+    artifact = compiled("bf16", 16, older)
+    gpu, cpu = open_gpu(artifact), CpuExecutor(artifact, 16)
+    sequences = [sequence(length, slot) for slot, length in enumerate([1, 5, 64, 65, 300, 511, 700, 1025])]
+    for executor in (cpu, gpu):
+        prefill(executor, sequences)
+    _, expected = decode(cpu, sequences)
+    for batch in (1, 3, 8):
+        _, logits = decode(gpu, sequences[:batch])
+        assert np.abs(logits - expected[:batch]).max() < 3e-2 * np.abs(expected).max()
     cpu.close()
 
 

@@ -1,5 +1,6 @@
 """Environment variables: absent, empty, good, and refused with their own name."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from aotc.errors import AotcError
 
 @pytest.mark.parametrize("unset", [True, False])
 def test_absent_and_empty_mean_the_default(monkeypatch: pytest.MonkeyPatch, unset: bool) -> None:
-    for name in ("AOTC_CACHE", "AOTC_DUMP", "AOTC_NUM_THREADS", "AOTC_CXX", "AOTC_LOG", "AOTC_API_KEY", "AOTC_SYNC"):
+    names = ("CACHE", "DUMP", "NUM_THREADS", "CXX", "LOG", "API_KEY", "SYNC", "PTX", "TARGET")
+    for name in (f"AOTC_{n}" for n in names):
         if unset:
             monkeypatch.delenv(name, raising=False)
         else:
@@ -18,7 +20,7 @@ def test_absent_and_empty_mean_the_default(monkeypatch: pytest.MonkeyPatch, unse
     monkeypatch.setenv("HOME", "/somewhere")
     assert knobs.cache_dir() == Path("/somewhere/.cache/aotc")
     assert (knobs.dump_dir(), knobs.num_threads(), knobs.cxx(), knobs.log_level()) == (None, None, None, None)
-    assert knobs.api_key() is None and knobs.sync() is False
+    assert knobs.api_key() is None and knobs.sync() is False and knobs.ptx() is False and knobs.target() is None
 
 
 def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +32,8 @@ def test_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AOTC_LOG", "Debug")
     monkeypatch.setenv("AOTC_API_KEY", "secret")
     monkeypatch.setenv("AOTC_SYNC", "1")
-    assert knobs.api_key() == "secret" and knobs.sync() is True
+    monkeypatch.setenv("AOTC_TARGET", "sm80")
+    assert knobs.api_key() == "secret" and knobs.sync() is True and knobs.target() == "sm80"
     monkeypatch.setenv("AOTC_SYNC", "0")
     assert knobs.sync() is False
     assert (knobs.cache_dir(), knobs.dump_dir()) == (Path("/somewhere/models"), Path("dump"))
@@ -50,7 +53,8 @@ def test_bad_log_level_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         knobs.log_level()
 
 
-def test_bad_sync_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AOTC_SYNC", "yes")
-    with pytest.raises(AotcError, match="AOTC_SYNC is 'yes'; set it to 0 or 1"):
-        knobs.sync()
+@pytest.mark.parametrize(("name", "read"), [("AOTC_SYNC", knobs.sync), ("AOTC_PTX", knobs.ptx)])
+def test_bad_switch_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, read: Callable[[], bool]) -> None:
+    monkeypatch.setenv(name, "yes")
+    with pytest.raises(AotcError, match=f"{name} is 'yes'; set it to 0 or 1"):
+        read()

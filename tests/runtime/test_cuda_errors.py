@@ -11,6 +11,7 @@ import aotc
 from aotc.cli import main
 from aotc.errors import ArtifactError, DeviceError, DeviceLostError, RequestError
 from aotc.runtime.cuda_executor import CudaExecutor
+from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.engine import Engine
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import Request, Row
@@ -155,6 +156,18 @@ def test_a_gpu_is_chosen_by_its_number(cuda_artifact, fake_driver):
     for name in ("cuda:", "cuda:-1", "cuda:x", "cuda:1000", "CUDA", "gpu", ""):
         with pytest.raises(RequestError, match=f"^device must be auto, cpu, cuda or cuda:NUMBER, got '{name}'$"):
             aotc.load(cuda_artifact.path, device=name)
+
+
+def test_the_code_of_another_target_runs_where_it_is_asked_for(cuda_artifact, fake_driver, monkeypatch):
+    fake_driver(capability=(12, 0))
+    device = CudaDevice()
+    with pytest.raises(ArtifactError, match="this GPU is sm120"):
+        device.target_of(cuda_artifact)
+    monkeypatch.setenv("AOTC_TARGET", "sm80")
+    assert device.target_of(cuda_artifact).name == "sm80"
+    monkeypatch.setenv("AOTC_TARGET", "sm70")
+    with pytest.raises(ArtifactError, match="AOTC_TARGET is 'sm70', and .* was compiled for sm80, sm90$"):
+        device.target_of(cuda_artifact)
 
 
 def test_where_two_steps_are_under_way_either_may_be_at_fault(cuda_artifact, gpu):
