@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from aotc.errors import DeadlineExceeded, RequestError
 from aotc.runtime.async_stream import AsyncStream
 from aotc.runtime.sampling import SamplingParams
+from aotc.runtime.sequence import SessionKey
 from aotc.runtime.text_stream import Call, Chunk, Completion, Superseded
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ class Conversation:
     there may be more sessions than slots.
     """
 
-    def __init__(self, llm: LLM, name: str) -> None:
-        self._llm, self._name, self._shared = llm, name, llm._shared
+    def __init__(self, llm: LLM, key: SessionKey) -> None:
+        self._llm, self._key, self._shared = llm, key, llm._shared
         self._lock = threading.RLock()  # the end of a dropped stream may come in the middle of anything
         self._done: list[int] = []  # up to the last answer
         self._parts: list[Part] = []  # since then
@@ -54,7 +55,7 @@ class Conversation:
 
     def __del__(self) -> None:
         if not getattr(self, "_closed", True):
-            self._shared.forget(self._name)
+            self._shared.forget(self._key)
 
     def close(self) -> None:
         """Frees what the session holds, after the step that runs. A turn that runs ends with RequestError."""
@@ -62,7 +63,7 @@ class Conversation:
         for call in (self._turn, self._prefill):
             if call is not None:
                 self._shared.cancel(call, RequestError(_CLOSED))
-        self._shared.forget(self._name)
+        self._shared.forget(self._key)
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -170,7 +171,7 @@ class Conversation:
             ids = self._ids(parts)
             if not ids:
                 return None
-            call = self._llm._call(ids, _GREEDY, None, self._name)
+            call = self._llm._call(ids, _GREEDY, None, self._key)
             self._take_over()
             self._parts, self._prefill = parts, call
 
@@ -194,7 +195,7 @@ class Conversation:
             with self._lock:
                 self._require_idle()
                 parts = _joined(self._parts, text)
-                call = self._llm._call(self._ids(parts), own, deadline_ms, self._name)
+                call = self._llm._call(self._ids(parts), own, deadline_ms, self._key)
                 self._take_over()
                 self._turn = call
                 return call

@@ -14,7 +14,7 @@ from aotc.runtime.offload import Costs, Offload
 from aotc.runtime.prefix_cache import PrefixCache
 from aotc.runtime.queue_limits import QueueLimits
 from aotc.runtime.scheduler import Scheduler
-from aotc.runtime.sequence import NO_SLOT, Request, Row, Sequence, TokenOutput
+from aotc.runtime.sequence import NO_SLOT, Request, Row, Sequence, SessionKey, TokenOutput
 
 
 class StepResult(Protocol):
@@ -164,7 +164,7 @@ class Engine:
         """Drops a request and frees its cache. False when it is not known (it may have finished)."""
         return self.scheduler.cancel(request_id)
 
-    def forget(self, session: str) -> None:
+    def forget(self, session: SessionKey) -> None:
         """Frees what is kept of a session."""
         self.scheduler.kept.drop(session)
 

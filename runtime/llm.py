@@ -19,7 +19,7 @@ from aotc.runtime.detokenizer import Detokenizer
 from aotc.runtime.engine import Engine, Executor
 from aotc.runtime.executor import CacheOptions, Memory, open_executor
 from aotc.runtime.sampling import SamplingParams
-from aotc.runtime.sequence import Request
+from aotc.runtime.sequence import Request, SessionKey
 from aotc.runtime.shared_engine import SharedEngine
 from aotc.runtime.text_stream import Call, Chunk, Completion, NoText, TextStream, Timings
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "Chunk", "Completion", "TextStream", "Timings"]
 
 Prompt = str | Sequence[int]
+_NO_SESSION = SessionKey("", "")
 
 
 class LLM:
@@ -217,12 +218,12 @@ class LLM:
         from aotc.runtime.conversation import Conversation
 
         self._shared.require_open()
-        return Conversation(self, f"s{next(self._numbers)}")
+        return Conversation(self, SessionKey("", f"s{next(self._numbers)}"))
 
     def _params(self, params: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:
         return _params(params, settings, 1, True)[0]
 
-    def _call(self, prompt: Prompt, params: SamplingParams, deadline_ms: float | None, session: str = "") -> Call:
+    def _call(self, prompt: Prompt, params: SamplingParams, deadline_ms: float | None, key: SessionKey = _NO_SESSION) -> Call:
         self._shared.require_open()
         if deadline_ms is not None and not deadline_ms > 0:
             raise RequestError(f"deadline_ms must be more than 0, got {deadline_ms}")
@@ -242,7 +243,9 @@ class LLM:
             raise RequestError("stop strings need a tokenizer, which the artifact has not: use stop_token_ids")
         text = Detokenizer(self.tokenizer, params.skip_special_tokens) if has_text else NoText()
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little") >> 1
-        request = Request(f"r{next(self._numbers)}", tuple(ids), params, seed, deadline=deadline, session=session)
+        request = Request(
+            f"r{next(self._numbers)}", tuple(ids), params, seed, deadline=deadline, cache_salt=key.salt, session=key.name
+        )
         return Call(request, TextStream(params, text), begin=begin)
 
 

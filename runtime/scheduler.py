@@ -148,7 +148,7 @@ class Scheduler:
     def _found(self, sequence: Sequence) -> list[int]:
         """Known pages that a sequence can begin with, none where its session has kept more: only one of both is there
         afterwards. The last token is always computed: it says what comes next."""
-        pool, session = self.pool, sequence.request.session
+        pool, session = self.pool, sequence.request.session_key
         kept = self.kept.trim(session, sequence.tokens) if sequence.saved is None else 0
         if pool is None:
             return []
@@ -175,7 +175,7 @@ class Scheduler:
 
     def _fits(self, sequence: Sequence, found: list[int]) -> bool:
         """Whether there are pages for all tokens of a sequence, also where a step computes a part of them."""
-        pool, session = self.pool, sequence.request.session
+        pool, session = self.pool, sequence.request.session_key
         if pool is None:
             return True
         missing = pool.pages_for(len(sequence.tokens)) - len(found) - self.kept.pages(session)
@@ -185,7 +185,7 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence, found: list[int]) -> None:
-        session = sequence.request.session
+        session = sequence.request.session_key
         own = self.kept.slot(session)
         if own is None and not self._free:
             self.kept.evict()

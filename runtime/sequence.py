@@ -12,13 +12,21 @@ from aotc.runtime.offload import SavedPages
 from aotc.runtime.sampling import SamplingParams
 
 
+class SessionKey(NamedTuple):
+    """Whose conversation: the session `name` among the requests of one `salt`. Without a name there is none."""
+
+    salt: str
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What is asked of the engine: token ids in, token ids out; text is the layer above.
 
     A lower `priority` goes first. `deadline` is a time of the engine's clock: a request that is not done by then ends.
     Prefixes are shared among requests of one `cache_salt` alone, so that no tenant learns what another one asked.
-    What a request with a `session` leaves in the cache is kept for the next one of that session, see `kept.py`.
+    What a request with a `session` leaves in the cache is kept for the next one of that session and that salt, see
+    `kept.py`.
     """
 
     request_id: str
@@ -30,6 +38,10 @@ class Request:
     deadline: float | None = None
     cache_salt: str = ""
     session: str = ""
+
+    @property
+    def session_key(self) -> SessionKey:
+        return SessionKey(self.cache_salt, self.session)
 
 
 class TokenOutput(NamedTuple):

@@ -23,7 +23,7 @@ from aotc.errors import AotcError, RequestError
 from aotc.runtime.engine import Engine
 from aotc.runtime.gate import FORKED
 from aotc.runtime.memory import CLOSED
-from aotc.runtime.sequence import TokenOutput
+from aotc.runtime.sequence import SessionKey, TokenOutput
 from aotc.runtime.text_stream import Call
 
 LINGER = 5.0  # seconds that the thread of asyncio waits for more to do
@@ -36,7 +36,7 @@ class _Wish(NamedTuple):
 
     call: Call | None
     error: BaseException | None = None
-    session: str = ""
+    session: SessionKey | None = None
 
 
 class _Waiter:
@@ -113,7 +113,7 @@ class SharedEngine:
         else:
             call.fail(error)
 
-    def forget(self, session: str) -> None:
+    def forget(self, session: SessionKey) -> None:
         """Frees what the cache holds of a session. Never blocks."""
         self._wish(_Wish(None, session=session))
 
@@ -269,9 +269,9 @@ class SharedEngine:
     def _answer_inbox(self) -> None:
         while self._inbox:
             call, error, session = self._inbox.popleft()
-            if call is None:
+            if session is not None:
                 self.engine.forget(session)
-            elif call.request.request_id in self._calls:
+            elif call is not None and call.request.request_id in self._calls:
                 if error is not None:
                     self.engine.cancel(call.request.request_id)
                     self._end(call, error)

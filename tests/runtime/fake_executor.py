@@ -138,9 +138,10 @@ class FakeExecutor:
         assert self.pages[mine].reshape(-1)[: len(cache)].tolist() == cache, "another sequence wrote here"
 
 
-def request(name, prompt, seed=0, priority=0, deadline=None, salt="", **fields):
+def request(name, prompt, seed=0, priority=0, deadline=None, salt="", session="", **fields):
     params = SamplingParams(**{"max_tokens": 6, "ignore_eos": True, **fields})
-    return Request(name, tuple(prompt), params, seed, priority=priority, deadline=deadline, cache_salt=salt)
+    turn = {"priority": priority, "deadline": deadline, "cache_salt": salt, "session": session}
+    return Request(name, tuple(prompt), params, seed, **turn)
 
 
 def run(engine, outputs=None, steps=500):

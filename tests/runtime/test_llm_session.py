@@ -7,16 +7,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import tokenizers
-from fake_executor import COMPUTE, COPY, all_free, expected, make, request
-from fake_llm import VOCAB, answer, engine_threads, fake_llm, until  # noqa: F401
+from fake_executor import COMPUTE, COPY, VOCAB, all_free, expected, make, request, run
+from fake_llm import answer, engine_threads, fake_llm, until  # noqa: F401
 
 from aotc.errors import DeadlineExceeded, RequestError
+from aotc.runtime.sequence import SessionKey
 from aotc.runtime.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
 SETTINGS = {"max_tokens": 6, "ignore_eos": True, "seed": 0}
 PROMPT = list(range(10, 23))
+SESSIONS = [SessionKey(salt, f"s{n}") for salt in ("", "a") for n in range(3)]
 
 
 @pytest.fixture(params=["static", "paged"])
@@ -241,41 +243,62 @@ def test_close_ends_the_turn(chat):
     assert all_free(llm.engine, device) and not engine_threads()
 
 
+@pytest.mark.parametrize("options", [{}, {"num_pages": 40}, {"num_pages": 40, "options": {"prefix_cache": False}}])
+def test_tenants_whose_sessions_are_named_alike_share_nothing(options):
+    engine, device = make(**options)
+
+    def turn(name, prompt, salt):
+        engine.submit(request(name, prompt, salt=salt, session="s"))
+        out = run(engine)[name]
+        assert [o.token_id for o in out] == expected(prompt, 6)
+        return out[0].cached_tokens
+
+    assert [turn(f"{salt}1", PROMPT, salt) for salt in ("", "a", "b")] == [0, 0, 0]
+    assert len(engine.scheduler.kept) == 3
+    engine.forget(SessionKey("a", "s"))
+    again = [turn(f"{salt}2", [*PROMPT, *expected(PROMPT, 6), 1], salt) for salt in ("", "a", "b")]
+    assert again == [18, 16 if engine.prefixes is not None else 0, 18]  # what is forgotten is its tenant's prefix yet
+    for salt in ("", "a", "b"):
+        engine.forget(SessionKey(salt, "s"))
+    assert all_free(engine, device)
+
+
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("options", [{}, {"num_pages": 26}, {"num_pages": 14, "offload_memory": 1 << 20}])
 def test_sessions_in_an_engine_that_is_full(seed, options):
-    """Turns of six sessions and plain requests at once, with edits, cancels, deadlines and too few pages."""
+    """Turns of six sessions, of two tenants, and plain requests at once, with edits, cancels, deadlines and too few pages."""
     costs = COPY if seed % 2 else COMPUTE
     engine, device = make(options={"costs": costs}, max_model_len=50, **options)
-    rng, history, running, checked = random.Random(seed), {}, {}, 0
+    rng, history, running, checked, kept = random.Random(seed), {}, {}, 0, 0
     for number in range(150):
-        session = f"s{rng.randrange(6)}" if rng.randrange(4) else ""
-        if session not in [r.session for r, _ in running.values()] and len(running) < 8:
+        session = rng.choice(SESSIONS) if rng.randrange(4) else SessionKey(rng.choice(["", "a"]), "")
+        if session not in [r.session_key for r, _ in running.values()] and len(running) < 8:
             old = history.get(session, [])[: rng.choice([0, 3, 4, 9, 99])] if rng.randrange(3) == 0 else history.get(session, [])
             prompt = [*old[:35], *(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6)))]
-            asked = request(f"r{number}", prompt, priority=rng.randrange(2), max_tokens=rng.randrange(1, 9))
-            asked = type(asked)(asked.request_id, asked.prompt_token_ids, asked.params, priority=asked.priority, session=session)
+            turn = {"priority": rng.randrange(2), "salt": session.salt, "session": session.name}
+            asked = request(f"r{number}", prompt, max_tokens=rng.randrange(1, 9), **turn)
             engine.submit(asked)
             running[asked.request_id] = asked, []
         if running and rng.randrange(8) == 0:
             name = rng.choice(list(running))
             engine.cancel(name)
             asked, got = running.pop(name)
-            history[asked.session] = [*asked.prompt_token_ids, *got]
+            history[asked.session_key] = [*asked.prompt_token_ids, *got]
         if rng.randrange(20) == 0:
-            engine.forget(f"s{rng.randrange(6)}")
+            engine.forget(rng.choice(SESSIONS))
+        kept = max(kept, len(engine.scheduler.kept))
         for _ in range(rng.randrange(4)):
             for output in engine.step():
                 asked, got = running[output.request_id]
                 got.append(output.token_id)
                 if output.finish_reason:
                     assert got == expected(asked.prompt_token_ids, len(got))
-                    history[asked.session] = [*asked.prompt_token_ids, *got]
+                    history[asked.session_key] = [*asked.prompt_token_ids, *got]
                     checked += 1
                     del running[output.request_id]
     while engine.has_work:
         engine.step()
-    assert checked > 40 and len(engine.scheduler.kept)
-    for n in range(6):
-        engine.forget(f"s{n}")
+    assert checked > 40 and kept
+    for session in SESSIONS:
+        engine.forget(session)
     assert all_free(engine, device)
