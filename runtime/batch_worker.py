@@ -15,6 +15,7 @@ import numpy as np
 from aotc.artifact.plan import Plan, SizeExpr
 from aotc.errors import AotcError, DeadlineExceeded, RequestError
 from aotc.runtime.batcher import BatchOptions, BatchPolicy
+from aotc.runtime.deadlines import deadline_after
 from aotc.runtime.memory import CLOSED
 from aotc.runtime.row_probe import require_independent_rows
 from aotc.runtime.signature import lone_dim
@@ -52,18 +53,17 @@ class Batcher:
         self._proven = most == 1  # that rows do not depend on each other
 
     def submit(self, given: list[np.ndarray], deadline_ms: float | None) -> Future[dict[str, np.ndarray]]:
-        """Queues inputs that were checked. Raises RequestError where they are too many rows."""
+        """Queues inputs that were checked. Raises RequestError where they are too many rows, and for a deadline that is none."""
         now, rows = _clock(), given[0].shape[0]
         if rows > self.options.max_batch_size:
             raise RequestError(f"a request of {rows} rows is more than a batch of {self.options.max_batch_size}: split it")
-        if deadline_ms is not None and not 0 < deadline_ms < float("inf"):
-            raise RequestError(f"deadline_ms is {deadline_ms!r}: give milliseconds from now, above 0")
+        deadline = deadline_after(now, deadline_ms)
         request = _Request(given, rows, Future())
         key = tuple(a.shape[1:] for a in given)
         with self._changed:
             if self._closed is not None:
                 raise RequestError(self._closed)
-            self._policy.add(key, request, now, rows, None if deadline_ms is None else now + deadline_ms / 1000)
+            self._policy.add(key, request, now, rows, deadline)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="aotc-batcher", daemon=True)
                 self._thread.start()

@@ -1,12 +1,48 @@
-"""Which sequences have run out of time."""
+"""When a call has to be done, and which sequences have run out of time."""
 
 from __future__ import annotations
 
 import heapq
+import math
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
-from aotc.runtime.sequence import Sequence
+from aotc.errors import RequestError
+
+if TYPE_CHECKING:
+    from aotc.runtime.sequence import Sequence
 
 _SLACK = 64  # sequences that ended early, kept at most beside as many as live
+
+
+def deadline_after(now: float, deadline_ms: Any) -> float | None:
+    """The time, in seconds, that is so many milliseconds after `now`; None is no limit. Raises RequestError for what is
+    no length of time: NaN among them, which no comparison with a clock would ever end."""
+    if deadline_ms is None:
+        return None
+    if not (_is_number(deadline_ms) and deadline_ms > 0):
+        raise RequestError(f"deadline_ms is {_shown(deadline_ms)}: give milliseconds from now, above 0")
+    return now + float(deadline_ms) / 1000
+
+
+def require_time(deadline: Any) -> None:
+    """Raises RequestError where a request's deadline is no time of a clock; None is no limit."""
+    if deadline is not None and not _is_number(deadline):
+        raise RequestError(f"the deadline is {_shown(deadline)}: give a time of the engine's clock, in seconds")
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a finite one. NumPy's count."""
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer that is too large for a float
+        return False
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "too large"
+    return f"{value!s:.40}" if isinstance(value, Real) else f"a {type(value).__name__}"
 
 
 class Deadlines:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from aotc.artifact.reader import Artifact
 from aotc.errors import ArtifactError, DeadlineExceeded, RequestError
 from aotc.runtime.async_stream import AsyncStream
+from aotc.runtime.deadlines import deadline_after
 from aotc.runtime.detokenizer import Detokenizer
 from aotc.runtime.engine import Engine, Executor
 from aotc.runtime.executor import CacheOptions, Memory, open_executor
@@ -225,12 +226,10 @@ class LLM:
 
     def _call(self, prompt: Prompt, params: SamplingParams, deadline_ms: float | None, key: SessionKey = _NO_SESSION) -> Call:
         self._shared.require_open()
-        if deadline_ms is not None and not deadline_ms > 0:
-            raise RequestError(f"deadline_ms must be more than 0, got {deadline_ms}")
+        deadline = deadline_after(self._clock(), deadline_ms)
         if params.n != 1:
             raise RequestError(f"n is {params.n}: for several answers, give the prompt several times with a seed each")
         begin = time.perf_counter()
-        deadline = None if deadline_ms is None else self._clock() + deadline_ms / 1000
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
         most = self.model.max_model_len
         if len(ids) >= most:

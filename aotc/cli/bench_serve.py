@@ -148,8 +148,9 @@ class _Plan:
         from aotc.loadtest.session import Load, Settings, parse_sweep
         from aotc.loadtest.workload import Shape
 
-        if not (options.request_rate > 0 and options.burstiness > 0 and options.timeout > 0):
-            raise RequestError("--request-rate, --burstiness and --timeout are greater than 0")
+        positive = options.request_rate, options.burstiness, options.timeout, options.ready_timeout
+        if not all(value > 0 for value in positive):  # NaN is not
+            raise RequestError("--request-rate, --burstiness, --timeout and --ready-timeout are greater than 0")
         if (options.max_concurrency or 1) < 1 or options.max_concurrency == 0 or options.num_warmups < 0:
             raise RequestError("--max-concurrency is at least 1, --num-warmups at least 0")
         if options.seed < 0 or not 0 <= options.temperature < math.inf:

@@ -191,7 +191,8 @@ def test_plot_says_what_to_install(bench, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        ("--request-rate 0", "--request-rate, --burstiness and --timeout are greater than 0"),
+        ("--request-rate 0", "--request-rate, --burstiness, --timeout and --ready-timeout are greater than 0"),
+        ("--ready-timeout nan", "--timeout and --ready-timeout are greater than 0"),
         ("--request-rate nan", "--request-rate"),
         ("--burstiness -1", "--burstiness"),
         ("--timeout 0", "--timeout"),

@@ -1,11 +1,15 @@
 """Who goes first, who is refused at once, who ends because it is late, and how long anybody waits."""
 
+import math
+from fractions import Fraction
+
+import numpy as np
 import pytest
 from fake_executor import VOCAB, Clock, all_free, expected, make, request, run, tokens
 
 import aotc
-from aotc.errors import OverloadedError
-from aotc.runtime.deadlines import Deadlines
+from aotc.errors import OverloadedError, RequestError
+from aotc.runtime.deadlines import Deadlines, deadline_after
 from aotc.runtime.sequence import Sequence
 
 pytestmark = pytest.mark.usefixtures("both_ways")
@@ -74,6 +78,24 @@ def test_a_name_that_comes_again_has_a_deadline_of_its_own():
     engine.submit(request("a", [1], max_tokens=9))
     clock.now = 2.0
     assert len(run(engine)["a"]) == 9
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, np.float32("nan"), 10**400, "5", True, [1.0], np.ones(2)])
+def test_a_deadline_is_a_number(wrong):
+    with pytest.raises(RequestError, match="^deadline_ms is [-a-zA-Z ]+: give milliseconds from now, above 0$"):
+        deadline_after(3.0, wrong)
+    engine, executor = make()
+    with pytest.raises(RequestError, match="^the deadline is [-a-zA-Z ]+: give a time of the engine's clock, in seconds$"):
+        engine.submit(request("a", [1], deadline=wrong))
+    assert all_free(engine, executor)
+
+
+def test_milliseconds_from_now():
+    given = (None, 1, 0.5, np.float32(2), np.int64(4), Fraction(1, 2))
+    assert [deadline_after(3.0, ms) for ms in given] == [None, 3.001, 3.0005, 3.002, 3.004, 3.0005]
+    for wrong in (0, -1, -0.0):
+        with pytest.raises(RequestError, match=f"^deadline_ms is {wrong}: "):
+            deadline_after(3.0, wrong)
 
 
 def test_deadlines_of_what_has_ended_are_not_kept():

@@ -1,6 +1,7 @@
 """One LLM and several threads: who steps the model, who gets what, and what becomes of the others when one fails."""
 
 import asyncio
+import math
 import os
 import random
 import threading
@@ -133,12 +134,39 @@ def test_lists_of_params_and_seeds(fake_llm):  # noqa: F811
         ([1], {"n": 2}, "^n is 2: for several answers, give the prompt several times with a seed each$"),
         (7, {}, "^a prompt is text or token ids, got int$"),
         ([[1.5]], {}, "^a prompt is text or token ids, got list$"),
-        ([1], {"deadline_ms": 0}, "^deadline_ms must be more than 0, got 0$"),
+        ([1], {"deadline_ms": 0}, "^deadline_ms is 0: give milliseconds from now, above 0$"),
         ([1] * 100, {}, "^the prompt has 100 tokens; the model was compiled for 100 with its answer: "
                         "shorten it, or compile with a larger --max-model-len$"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match=message):
             llm.generate(prompt, **given)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, "5"])
+def test_a_deadline_that_is_no_length_of_time(fake_llm, wrong):  # noqa: F811
+    """However it is given; nothing is computed, and a conversation stays as it was."""
+    llm, device = fake_llm()
+    session = llm.session()
+    session.replace([1, 2])
+
+    async def ask(made):
+        return await made.agenerate([1], deadline_ms=wrong, **SETTINGS)
+
+    async def stream(made):
+        async with made.astream([1], deadline_ms=wrong, **SETTINGS) as chunks:
+            return [c async for c in chunks]
+
+    for made in (llm, session):
+        for call in (
+            lambda made=made: made.generate([1], deadline_ms=wrong, **SETTINGS),
+            lambda made=made: list(made.stream([1], deadline_ms=wrong, **SETTINGS)),
+            lambda made=made: asyncio.run(ask(made)),
+            lambda made=made: asyncio.run(stream(made)),
+        ):
+            with pytest.raises(RequestError, match="^deadline_ms is (nan|inf|a str): give milliseconds from now, above 0$"):
+                call()
+    assert session.token_ids == (1, 2) and not device.steps
+    session.close()
 
 
 @pytest.fixture
