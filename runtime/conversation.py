@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from aotc.errors import DeadlineExceeded, RequestError
 from aotc.runtime.async_stream import AsyncStream
+from aotc.runtime.prompts import Terms
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import SessionKey
 from aotc.runtime.text_stream import Call, Chunk, Completion, Superseded
@@ -38,8 +39,8 @@ class Conversation:
     there may be more sessions than slots.
     """
 
-    def __init__(self, llm: LLM, key: SessionKey) -> None:
-        self._llm, self._key, self._shared = llm, key, llm._shared
+    def __init__(self, llm: LLM, key: SessionKey, priority: int) -> None:
+        self._llm, self._key, self._priority, self._shared = llm, key, priority, llm._shared
         self._lock = threading.RLock()  # the end of a dropped stream may come in the middle of anything
         self._done: list[int] = []  # up to the last answer
         self._parts: list[Part] = []  # since then
@@ -171,7 +172,7 @@ class Conversation:
             ids = self._ids(parts)
             if not ids:
                 return None
-            call = self._llm._call(ids, _GREEDY, None, self._key)
+            call = self._llm._call(ids, _GREEDY, Terms(None, self._priority, self._key))
             self._take_over()
             self._parts, self._prefill = parts, call
 
@@ -195,7 +196,7 @@ class Conversation:
             with self._lock:
                 self._require_idle()
                 parts = _joined(self._parts, text)
-                call = self._llm._call(self._ids(parts), own, deadline_ms, self._key)
+                call = self._llm._call(self._ids(parts), own, Terms(deadline_ms, self._priority, self._key))
                 self._take_over()
                 self._turn = call
                 return call

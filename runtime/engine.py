@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from aotc.errors import RequestError
-from aotc.runtime.deadlines import require_time
 from aotc.runtime.kv_cache import BlockTable, PagePool
 from aotc.runtime.offload import Costs, Offload
 from aotc.runtime.prefix_cache import PrefixCache
@@ -117,8 +116,8 @@ class Engine:
         return self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises RequestError when it can never run: empty, too long, ids out of range, or a
-        deadline that is no time; and OverloadedError when too much waits before it.
+        """Queues a request. Raises RequestError when it can never run: empty, too long, or ids out of range; and
+        OverloadedError when too much waits before it.
 
         An answer whose length is not given is as long as the model and the pool of pages allow.
         """
@@ -132,7 +131,6 @@ class Engine:
         if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= vocab:
             raise RequestError(f"the prompt holds a token id outside 0..{vocab - 1}")
         request.params.check_vocab(vocab)
-        require_time(request.deadline)
         self._limits.check(request)
         self.scheduler.add(self._sequence(request))
 

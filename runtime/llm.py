@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from aotc.artifact.reader import Artifact
@@ -19,8 +17,9 @@ from aotc.runtime.deadlines import deadline_after
 from aotc.runtime.detokenizer import Detokenizer
 from aotc.runtime.engine import Engine, Executor
 from aotc.runtime.executor import CacheOptions, Memory, open_executor
+from aotc.runtime.prompts import Terms, prompts, sampling_params, token_ids
 from aotc.runtime.sampling import SamplingParams
-from aotc.runtime.sequence import Request, SessionKey
+from aotc.runtime.sequence import Request, SessionKey, require_turn
 from aotc.runtime.shared_engine import SharedEngine
 from aotc.runtime.text_stream import Call, Chunk, Completion, NoText, TextStream, Timings
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "Chunk", "Completion", "TextStream", "Timings"]
 
 Prompt = str | Sequence[int]
-_NO_SESSION = SessionKey("", "")
 
 
 class LLM:
@@ -45,7 +43,8 @@ class LLM:
 
     Everywhere, `params` and `settings` (the fields of SamplingParams, which replace those of `params`) say how tokens are
     chosen, and `deadline_ms` is how long the answer may take: one that is not whole by then ends, before the next step,
-    with DeadlineExceeded, which has the text so far.
+    with DeadlineExceeded, which has the text so far. A lower `priority` goes first; cached prefixes
+    are shared among calls of one `cache_salt` alone.
     """
 
     def __init__(
@@ -153,6 +152,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         deadline_ms: float | None = None,
+        priority: int = 0,
+        cache_salt: str = "",
         **settings: Any,
     ) -> Any:
         """One Completion for a prompt (text or token ids), a list of them for a list of prompts.
@@ -160,9 +161,10 @@ class LLM:
         With a list, `params` and `seed` may be lists too, of one for each prompt, and `deadline_ms` is for all of it.
         Raises RequestError, DeadlineExceeded, and DeviceError where the device fails.
         """
-        prompts, alone = _prompts(prompt)
-        own = _params(params, settings, len(prompts), alone)
-        calls = [self._call(p, each, deadline_ms) for p, each in zip(prompts, own, strict=True)]
+        given, alone = prompts(prompt)
+        own = sampling_params(params, settings, len(given), alone)
+        terms = Terms(deadline_ms, priority, SessionKey(cache_salt, ""))
+        calls = [self._call(p, each, terms) for p, each in zip(given, own, strict=True)]
         batch = _Batch(calls)
         try:
             for call in calls:
@@ -175,11 +177,13 @@ class LLM:
         return completions[0] if alone else completions
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, deadline_ms: float | None = None, **settings: Any
-    ) -> Iterator[Chunk]:
+        self, prompt: Prompt, params: SamplingParams | None = None, *, deadline_ms: float | None = None,
+        priority: int = 0, cache_salt: str = "", **settings: Any,
+    ) -> Iterator[Chunk]:  # fmt: skip
         """Yields the answer piece by piece; raises as `generate` does. The request starts with the first piece; closing
         the iterator cancels it, and its slot and cache are free after the step that runs."""
-        call = self._call(prompt, self._params(params, settings), deadline_ms)
+        terms = Terms(deadline_ms, priority, SessionKey(cache_salt, ""))
+        call = self._call(prompt, self._params(params, settings), terms)
         return self._stream(lambda: call)
 
     def _stream(self, open_call: Callable[[], Call], end: Callable[[Call], None] | None = None) -> Iterator[Chunk]:
@@ -198,39 +202,44 @@ class LLM:
             (end or self._shared.cancel)(call)
 
     def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, deadline_ms: float | None = None, **settings: Any
-    ) -> AsyncStream:
+        self, prompt: Prompt, params: SamplingParams | None = None, *, deadline_ms: float | None = None,
+        priority: int = 0, cache_salt: str = "", **settings: Any,
+    ) -> AsyncStream:  # fmt: skip
         """`stream` for asyncio: `async with llm.astream(...) as stream: async for chunk in stream: ...`.
 
         The event loop never waits for the model. Leaving the block, or cancelling the task, cancels the request.
         """
         own = self._params(params, settings)
-        return AsyncStream(self._shared, lambda: self._call(prompt, own, deadline_ms))
+        terms = Terms(deadline_ms, priority, SessionKey(cache_salt, ""))
+        return AsyncStream(self._shared, lambda: self._call(prompt, own, terms))
 
     async def agenerate(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, deadline_ms: float | None = None, **settings: Any
-    ) -> Completion:
+        self, prompt: Prompt, params: SamplingParams | None = None, *, deadline_ms: float | None = None,
+        priority: int = 0, cache_salt: str = "", **settings: Any,
+    ) -> Completion:  # fmt: skip
         """`generate` of one prompt for asyncio; for more, `asyncio.gather`. Cancelling the task cancels the request."""
-        return await self.astream(prompt, params, deadline_ms=deadline_ms, **settings).whole()
+        turn = {"deadline_ms": deadline_ms, "priority": priority, "cache_salt": cache_salt}
+        return await self.astream(prompt, params, **turn, **settings).whole()
 
-    def session(self) -> Conversation:
+    def session(self, *, priority: int = 0, cache_salt: str = "") -> Conversation:
         """A conversation whose keys and values stay in the cache between turns; see Conversation. Close it, or leave its
-        block, when it is over."""
+        block, when it is over. All of its turns have the same `priority` and `cache_salt`."""
         from aotc.runtime.conversation import Conversation
 
         self._shared.require_open()
-        return Conversation(self, SessionKey("", f"s{next(self._numbers)}"))
+        require_turn(priority, cache_salt)
+        return Conversation(self, SessionKey(cache_salt, f"s{next(self._numbers)}"), priority)
 
     def _params(self, params: SamplingParams | None, settings: dict[str, Any]) -> SamplingParams:
-        return _params(params, settings, 1, True)[0]
+        return sampling_params(params, settings, 1, True)[0]
 
-    def _call(self, prompt: Prompt, params: SamplingParams, deadline_ms: float | None, key: SessionKey = _NO_SESSION) -> Call:
+    def _call(self, prompt: Prompt, params: SamplingParams, terms: Terms) -> Call:
         self._shared.require_open()
-        deadline = deadline_after(self._clock(), deadline_ms)
+        deadline = deadline_after(self._clock(), terms.deadline_ms)
         if params.n != 1:
             raise RequestError(f"n is {params.n}: for several answers, give the prompt several times with a seed each")
         begin = time.perf_counter()
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else token_ids(prompt)
         most = self.model.max_model_len
         if len(ids) >= most:
             raise RequestError(
@@ -243,8 +252,9 @@ class LLM:
         text = Detokenizer(self.tokenizer, params.skip_special_tokens) if has_text else NoText()
         seed = params.seed if params.seed is not None else int.from_bytes(os.urandom(8), "little") >> 1
         request = Request(
-            f"r{next(self._numbers)}", tuple(ids), params, seed, deadline=deadline, cache_salt=key.salt, session=key.name
-        )
+            f"r{next(self._numbers)}", tuple(ids), params, seed, priority=terms.priority, deadline=deadline,
+            cache_salt=terms.session.salt, session=terms.session.name,
+        )  # fmt: skip
         return Call(request, TextStream(params, text), begin=begin)
 
 
@@ -278,40 +288,3 @@ def _completions(calls: list[Call]) -> list[Completion]:
         late.completions = tuple(completions)
         raise late
     return completions
-
-
-def _is_id(value: Any) -> bool:
-    return hasattr(value, "__index__")
-
-
-def _prompts(prompt: Any) -> tuple[list[Any], bool]:
-    """(prompts, whether it was one alone). Raises RequestError for what is neither text nor token ids nor a list."""
-    if isinstance(prompt, str):
-        return [prompt], True
-    try:
-        items = list(prompt)
-    except TypeError:
-        raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}") from None
-    return ([items], True) if items and _is_id(items[0]) else (items, False)
-
-
-def _token_ids(prompt: Any) -> list[int]:
-    try:
-        return [operator.index(t) for t in prompt]
-    except TypeError:
-        raise RequestError(f"a prompt is text or token ids, got {type(prompt).__name__}") from None
-
-
-def _params(params: Any, settings: dict[str, Any], count: int, alone: bool) -> list[SamplingParams]:
-    """The settings of each prompt: lists are of one for each."""
-    seeds = settings.pop("seed", None)
-    given = [params] * count if params is None or isinstance(params, SamplingParams) else list(params)
-    seeds = [seeds] * count if seeds is None or _is_id(seeds) or alone else list(seeds)
-    for name, values in (("params", given), ("seed", seeds)):
-        if len(values) != count:
-            raise RequestError(f"{name} has {len(values)} entries for {count} prompts: give one for each")
-    made = []
-    for own, seed in zip(given, seeds, strict=True):
-        changed = settings if seed is None else {**settings, "seed": seed}
-        made.append(SamplingParams(**changed) if own is None else replace(own, **changed) if changed else own)
-    return made

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from aotc.errors import RequestError
+from aotc.runtime.deadlines import require_time
 from aotc.runtime.kv_cache import BlockTable
 from aotc.runtime.offload import SavedPages
 from aotc.runtime.sampling import SamplingParams
@@ -17,6 +20,14 @@ class SessionKey(NamedTuple):
 
     salt: str
     name: str
+
+
+def require_turn(priority: Any, cache_salt: Any) -> None:
+    """Raises RequestError for a priority that is no integer of 32 bits, or a salt that is no text."""
+    if not isinstance(priority, Integral) or not -(2**31) <= int(priority) < 2**31:
+        raise RequestError("priority must be an integer of 32 bits: a lower one goes first, 0 is the usual one")
+    if not isinstance(cache_salt, str):
+        raise RequestError(f"cache_salt must be a text, got {type(cache_salt).__name__}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,11 @@ class Request:
     deadline: float | None = None
     cache_salt: str = ""
     session: str = ""
+
+    def __post_init__(self) -> None:
+        """Raises RequestError for what nobody could put in an order."""
+        require_turn(self.priority, self.cache_salt)
+        require_time(self.deadline)
 
     @property
     def session_key(self) -> SessionKey:
