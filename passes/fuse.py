@@ -1,8 +1,8 @@
 """Groups nodes into fusions: each becomes one kernel of a template family.
 
 Families: `matmul` (a linear layer and its elementwise epilogue), `kv_append`, `attention`, `attention_decode` (both of
-them for one token a row), `self_attention`, `sample`, and `loops` for everything that a loop nest computes: elementwise
-work, views, gathers, reductions and what follows them.
+them for one token a row), `self_attention`, `sample`, `loops` for everything that a loop nest computes: elementwise
+work, views, gathers, reductions and what follows them; and `side_by_side`, several loops that wait for nothing.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class _Fuser:
             if node not in self.group and node.op not in VIEWS and node.op != "if":
                 self._place(node)
         kept = self._views_in_memory()
+        if self.templates.side_by_side:
+            self._put_side_by_side()
         return self._emit(kept)
 
     def _grow_epilogue(self, dot: Node) -> None:
@@ -224,6 +226,34 @@ class _Fuser:
                         keep(v)
         return kept
 
+    def _put_side_by_side(self) -> None:
+        """Loops that need nothing but the program's inputs become one kernel: each is too small to be worth a launch. What
+        only they read is computed where it is read."""
+        first: list[Node] = []
+        members: set[Node] = set()
+        for node in self.graph.nodes:
+            group = self.group.get(node)
+            if group is None or group.root is not node or group.kind != "loops" or _reduces(group):
+                continue
+            if all(self._is_at_hand(v, members | group.members) for n in group.members for v in n.inputs):
+                first.append(node)
+                members |= group.members
+        roots = [n for n in first if self._is_read_outside(n.out, members)]
+        if len(roots) > 1:
+            together = Group("side_by_side", roots[0], members, tuple(roots[1:]))
+            self.group.update((n, together) for n in members)
+
+    def _is_at_hand(self, value: Value, members: set[Node]) -> bool:
+        """Whether a value is an input, a weight, made by `members`, or a view of such."""
+        node = self.producer.get(value)
+        if node is None or node in members:
+            return True
+        return node.op in VIEWS and node not in self.group and all(self._is_at_hand(v, members) for v in node.inputs)
+
+    def _is_read_outside(self, value: Value, members: set[Node]) -> bool:
+        reads = self._reads(value)
+        return reads is None or any(r.reader not in members for r in reads)
+
     def _emit(self, kept: set[Node]) -> Graph:
         """One fusion a group at the place of its root, in the graph's order."""
         nodes: list[Node] = []
@@ -247,7 +277,7 @@ class Read:
 
 def inlines(group: Group, reader: Node, value: Value) -> bool:
     """Whether a kernel can compute `value` itself where `reader`, a member, takes it; else it reads memory."""
-    if group.kind == "loops":
+    if group.kind in ("loops", "side_by_side"):
         return True
     if group.kind == "matmul":
         return reader.op != "dot_general"

@@ -11,13 +11,15 @@ from aotc.codegen.cuda.matmul import is_linear_for_tensor_cores, matmul
 from aotc.codegen.cuda.nest import BLOCK_LIMIT, BlockNest, power_of_two
 from aotc.codegen.loops import to_primitives
 from aotc.errors import UnsupportedError
-from aotc.ir.graph import Graph, Node
+from aotc.ir.graph import Graph, Node, Value
 from aotc.ir.ops.sample_reference import GREEDY_BELOW, MAX_LOGPROBS, ROW
 from aotc.ir.program import Kernel
 from aotc.ir.sizes import ceildiv, product
 from aotc.ir.templates import Templates
 
-TEMPLATES = Templates(is_linear_for_tensor_cores, norm_rows=1, scaled_rows=schedule.SKINNY_ROWS, attention_decode=True)
+TEMPLATES = Templates(
+    is_linear_for_tensor_cores, norm_rows=1, scaled_rows=schedule.SKINNY_ROWS, attention_decode=True, side_by_side=True
+)
 
 
 def render(kernel: Kernel, setting: Setting) -> Source:
@@ -33,7 +35,18 @@ def _loops(frame: Frame) -> Source:
     if folds and all(_is_trailing(n) for n in folds):
         return _rows(frame, body)
     (out,) = body.outputs
-    wide, shape = frame.wide(*body.values()), out.type.shape
+    wide = frame.wide(*body.values())
+    blocks = ceildiv(out.type.size, schedule.POINTWISE_BLOCK)
+    lines, places = _pointwise(frame, body, out, wide)
+    return frame.source(
+        "pointwise", (blocks, 1, 1), 4, wide=wide, block=schedule.POINTWISE_BLOCK, size=SYNTAX.size(out.type.size),
+        places=places, lines=lines,
+    )  # fmt: skip
+
+
+def _pointwise(frame: Frame, body: Graph, out: Value, wide: bool) -> tuple[list[str], list[tuple[str, str]]]:
+    """Statements that compute the elements `x` of an output, and those that take `x` apart before them."""
+    shape = out.type.shape
     nest, names = frame.nest(body, wide), tuple(f"i{n}" for n in range(len(shape)))
     nest.vector("x", schedule.POINTWISE_BLOCK, "live")
     for name in names:
@@ -41,10 +54,21 @@ def _loops(frame: Frame) -> Source:
     nest.scopes[0].variables |= {"x", *names}
     nest.flat = (names, nest.shape(out), "x")
     nest.store(out, names)
-    blocks = ceildiv(out.type.size, schedule.POINTWISE_BLOCK)
+    return nest.scopes[0].lines, index_of("x", names, shape)
+
+
+def _side_by_side(frame: Frame) -> Source:
+    body = to_primitives(frame.body)
+    wide, parts, end = frame.wide(*body.values()), [], 0
+    for out in body.outputs:
+        lines, places = _pointwise(frame, body, out, wide)
+        begin, end = end, end + -(-frame.upper(out.type.size) // schedule.POINTWISE_BLOCK)
+        parts.append(
+            {"begin": begin, "end": end, "size": SYNTAX.size(out.type.size), "places": places, "lines": lines}
+        )
     return frame.source(
-        "pointwise", (blocks, 1, 1), 4, wide=wide, block=schedule.POINTWISE_BLOCK, size=SYNTAX.size(out.type.size),
-        places=index_of("x", names, shape), lines=nest.scopes[0].lines,
+        "side_by_side", (end, 1, 1), 4, wide=wide, block=schedule.POINTWISE_BLOCK, parts=parts,
+        lines=[line for part in parts for line in part["lines"]],
     )  # fmt: skip
 
 
@@ -111,5 +135,5 @@ def _sample(frame: Frame) -> Source:
 
 _FAMILIES: dict[str, Callable[[Frame], Source]] = {
     "loops": _loops, "matmul": matmul, "kv_append": kv_append, "attention": attention,
-    "attention_decode": attention_decode, "sample": _sample,
+    "attention_decode": attention_decode, "sample": _sample, "side_by_side": _side_by_side,
 }  # fmt: skip

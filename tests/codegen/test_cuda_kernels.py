@@ -354,3 +354,19 @@ def test_a_wrong_kernel_is_found(monkeypatch):
 
 def test_tokens_come_from_the_history_where_the_host_does_not_know_them():
     assert check(feed_graph(), feed_inputs()) == ["loops", "sample"]
+
+
+def test_loops_that_wait_for_nothing_are_one_kernel():
+    """Outputs of several sizes, one that others read too, one that is used within alone, and one that waits."""
+    b = Builder("first", (Dim("t", 1, 3000),))
+    x, y = b.input("x", TensorType(f32, (T, 700))), b.input("y", TensorType(i32, (T,)))
+    doubled = b.emit("add", x, x)  # read here and by what waits
+    inner = b.emit("exponential", b.emit("convert", y, attrs=ConvertAttrs(f32)))  # read twice, here alone
+    sine, cosine = b.emit("sine", inner), b.emit("cosine", inner)
+    total = b.emit("reduce", doubled, attrs=ReduceAttrs("sum", (1,)))
+    graph = b.finish({"doubled": doubled, "sine": sine, "cosine": cosine, "after": b.emit("add", total, sine)})
+    assert check(graph, arch="sm90") == ["side_by_side", "loops"]
+    assert check(graph) == ["side_by_side", "loops"]
+    alone = Builder("alone", (Dim("t", 1, 3000),))
+    x = alone.input("x", TensorType(f32, (T, 5)))
+    assert check(alone.finish({"y": alone.emit("sine", x)})) == ["loops"]
