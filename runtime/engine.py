@@ -116,8 +116,8 @@ class Engine:
         return self.scheduler.has_work
 
     def submit(self, request: Request) -> None:
-        """Queues a request. Raises RequestError when it can never run: empty, too long, or ids out of range; and
-        OverloadedError when too much waits before it.
+        """Queues a request. Raises RequestError when it can never run: empty, too long, or ids out of range, or
+        while one of its name is not done; and OverloadedError when too much waits before it.
 
         An answer whose length is not given is as long as the model and the pool of pages allow.
         """
@@ -131,6 +131,8 @@ class Engine:
         if min(request.prompt_token_ids) < 0 or max(request.prompt_token_ids) >= vocab:
             raise RequestError(f"the prompt holds a token id outside 0..{vocab - 1}")
         request.params.check_vocab(vocab)
+        if self.scheduler.knows(request.request_id):
+            raise RequestError(f"a request {request.request_id!r:.80} is not done: give this one a name of its own")
         self._limits.check(request)
         self.scheduler.add(self._sequence(request))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
+from operator import attrgetter
 
 from aotc.errors import OverloadedError
 from aotc.runtime.scheduler import Scheduler
@@ -47,9 +49,15 @@ class QueueLimits:
     def _oldest(self, priority: int) -> float:
         """Seconds that the oldest of those that go before a new one of this priority has waited. Preempted ones do not
         count: they had their turn."""
-        ahead = (s for s in self._scheduler.waiting if s.request.priority <= priority)
-        since = [s.since for s in ahead if s.cached_tokens is None]
-        return self._clock() - min(since) if since else 0.0
+        waiting, since, place = self._scheduler.waiting, math.inf, 0
+        while place < len(waiting) and waiting[place].request.priority <= priority:
+            first = waiting[place]
+            if first.cached_tokens is not None:
+                place += 1
+                continue
+            since = min(since, first.since)  # those of its priority came after it
+            place = bisect_left(waiting, (first.request.priority + 1, 0), place, key=attrgetter("turn"))
+        return 0.0 if since == math.inf else self._clock() - since
 
     def _refuse(self, why: str, seconds: float) -> None:
         after = float(math.ceil(min(max(seconds, 1.0), _LONGEST)))

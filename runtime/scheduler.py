@@ -5,7 +5,7 @@ No device code: slots and pages are numbers, steps are lists of rows.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from itertools import islice
 from operator import attrgetter
@@ -40,6 +40,7 @@ class Scheduler:
         """`start` prepares a sequence's slot; when it raises, the sequence waits on."""
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._known: dict[str, Sequence] = {}  # both, by their requests' ids
         self.preemptions = 0
         self.blocked = False  # the first that waits has a slot to go to, but not the pages
         self._deadlines = Deadlines()
@@ -51,8 +52,13 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def knows(self, request_id: str) -> bool:
+        """Whether a request waits or runs."""
+        return request_id in self._known
+
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence that waits, with a number of its own."""
+        """Queues a sequence that waits, with a number of its own, and of a request that is not known."""
+        self._known[sequence.request.request_id] = sequence
         insort(self.waiting, sequence, key=_TURN)
         self._deadlines.add(sequence)
 
@@ -106,22 +112,23 @@ class Scheduler:
         none that begins later reads it. Of a faulty one, no page is shared any more."""
         sequence.forget_steps()
         if sequence.slot != NO_SLOT and sequence.request.session and not faulty:
-            self.running.remove(sequence)
+            _take_out(self.running, sequence)
             self.kept.keep(sequence)
         elif sequence.slot != NO_SLOT:
             self._release(sequence, faulty)
         else:
-            self.waiting.remove(sequence)
+            _take_out(self.waiting, sequence)
             self._drop_saved(sequence)
+        del self._known[sequence.request.request_id]
         sequence.ended = True
 
     def cancel(self, request_id: str) -> bool:
         """Drops a request, waiting or running. False when it is not known."""
-        for sequence in (*self.running, *self.waiting):
-            if sequence.request.request_id == request_id:
-                self.end(sequence)
-                return True
-        return False
+        sequence = self._known.get(request_id)
+        if sequence is None:
+            return False
+        self.end(sequence)
+        return True
 
     def expire(self, now: float) -> list[Sequence]:
         """Ends the sequences whose deadline has passed; returns them."""
@@ -253,7 +260,7 @@ class Scheduler:
 
     def _release(self, sequence: Sequence, faulty: bool = False) -> None:
         """Takes slot and pages away."""
-        self.running.remove(sequence)
+        _take_out(self.running, sequence)
         self._free.append(sequence.slot)
         sequence.slot, sequence.computed = NO_SLOT, 0
         if self.pool is None or sequence.pages is None:
@@ -268,3 +275,10 @@ class Scheduler:
             assert self._offload is not None
             self._offload.drop(sequence.saved)
             sequence.saved = None
+
+
+def _take_out(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Removes a sequence from a list that is in the order of turns: no two have the same."""
+    place = bisect_left(sequences, sequence.turn, key=_TURN)
+    assert sequences[place] is sequence
+    del sequences[place]

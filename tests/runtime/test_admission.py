@@ -1,6 +1,7 @@
 """Who goes first, who is refused at once, who ends because it is late, and how long anybody waits."""
 
 import math
+import random
 from fractions import Fraction
 
 import numpy as np
@@ -109,6 +110,103 @@ def test_deadlines_of_what_has_ended_are_not_kept():
             live.append(sequence)
     assert len(deadlines) <= 2 * len(live) + 64
     assert deadlines.passed(1e9 - 901) == [] and deadlines.passed(2e9) == live[::-1]
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """looks(): how often a sequence was looked at, whose turn it has and whether it is another one, since asked last."""
+    seen, turn = [0], Sequence.turn
+
+    def look(answer):
+        def method(*given):
+            seen[0] += 1
+            return answer(*given)
+
+        return method
+
+    monkeypatch.setattr(Sequence, "turn", property(look(turn.fget)))
+    monkeypatch.setattr(Sequence, "request", _Looked(Sequence.request, look))
+    monkeypatch.setattr(Sequence, "__eq__", look(lambda a, b: a is b))
+
+    def count():
+        before, seen[0] = seen[0], 0
+        return before
+
+    return count
+
+
+class _Looked:
+    """An attribute of a class with slots, whose reads are counted."""
+
+    def __init__(self, slot, look):
+        self._read, self._write = look(slot.__get__), slot.__set__
+
+    def __get__(self, one, kind=None):
+        return self._read(one, kind)
+
+    def __set__(self, one, value):
+        self._write(one, value)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_num_queued_reqs": 5000}, {"max_queue_ms": 9e9}])
+def test_in_a_long_queue_nobody_is_looked_at_in_vain(looks, options):
+    """To be queued, cancelled or late, and to see a queue that is too long, costs a few looks for each doubling of it."""
+    clock, few = Clock(), 100
+    engine, executor = make(max_num_seqs=1, options={"clock": clock, **options})
+    engine.submit(request("runs", [1], max_tokens=9))
+    engine.step()
+    most = []
+    for n in range(1000):
+        engine.submit(request(f"r{n}", [1], priority=n % 3, deadline=2.0 if n % 2 else 9.0 - n / 1000))
+        most.append(looks())
+    for n in range(0, 1000, 4):
+        assert engine.cancel(f"r{n}") and not engine.cancel(f"r{n}")
+        most.append(looks())
+    clock.now = 3.0
+    engine.step()
+    most.append(looks() / 500)
+    left = waiting(engine)
+    assert [int(name[1:]) % 4 for name in left] == [2] * 250
+    looks()  # the test's own
+    for name in ("runs", *left):
+        assert engine.cancel(name)
+        most.append(looks())
+    assert max(most) < few and all_free(engine, executor)
+
+
+def test_a_name_is_taken_while_its_request_is_not_done():
+    engine, executor = make(max_num_seqs=1)
+    for name in ("runs", "waits"):
+        engine.submit(request(name, [1]))
+        engine.step()
+    for name in ("runs", "waits"):
+        with pytest.raises(RequestError, match=f"^a request '{name}' is not done: give this one a name of its own$"):
+            engine.submit(request(name, [2]))
+    assert engine.cancel("waits")
+    engine.submit(request("waits", [3], max_tokens=2))
+    assert tokens(run(engine), "waits") == expected([3], 2) and all_free(engine, executor)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_longest_wait_of_those_that_go_before(seed):
+    """With many priorities and preempted sequences among them, against a look at everybody."""
+    rng, clock = random.Random(seed), Clock()
+    options = {"max_queue_ms": 1e12, "clock": clock, "prefix_cache": False}
+    engine, _ = make(num_pages=9, max_num_seqs=3, max_num_batched_tokens=40, options=options)
+    preempted = 0
+    for n in range(150):
+        engine.submit(request(f"r{n}", [n % VOCAB] * rng.randrange(1, 9), priority=rng.choice([-9, 0, 1, 2, 8]), max_tokens=12))
+        clock.now += 1
+        if rng.randrange(3) == 0:
+            engine.step()
+        if rng.randrange(4) == 0:
+            engine.cancel(f"r{rng.randrange(n + 1)}")
+        queue = engine.scheduler.waiting
+        preempted += any(s.cached_tokens is not None for s in queue)
+        for priority in (-10, -9, -1, 0, 1, 5, 8, 9):
+            waits = [clock.now - s.since for s in queue if s.request.priority <= priority and s.cached_tokens is None]
+            assert engine._limits._oldest(priority) == max(waits, default=0.0)
+    assert preempted > 10
 
 
 @pytest.mark.parametrize("most", [0, 2])
