@@ -10,7 +10,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from aotc.cli.options import add_device, add_kv_cache
+from aotc.cli.options import ALL_SEQS, add_device, add_kv_cache
 
 if TYPE_CHECKING:
     from aotc.loadtest.generator import Outcome
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     server = parser.add_argument_group("the server of a DIR")
     add_device(server)
     add_kv_cache(server, "paged")
-    server.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="most sequences at once")
+    server.add_argument("--max-num-seqs", type=int, default=ALL_SEQS, metavar="N", help="most sequences at once")
     server.add_argument(
         "--ready-timeout", type=float, default=600, metavar="S", help="seconds that it may take to start"
     )

@@ -22,6 +22,10 @@ def parse_bytes(flag: str, text: str) -> int:
     return int(whole + part) * UNITS[match[2].upper()] // 10 ** len(part)
 
 
+ALL_SEQS = 1024
+"""Sequences at once where nobody says how many: a model takes as many as it was compiled for, and never more than this."""
+
+
 def add_device(parser: Parser) -> None:
     """`--device`: where an artifact runs."""
     parser.add_argument(

@@ -11,7 +11,7 @@ import re
 import sys
 from typing import TYPE_CHECKING
 
-from aotc.cli.options import add_device, add_kv_cache
+from aotc.cli.options import ALL_SEQS, add_device, add_kv_cache
 
 if TYPE_CHECKING:
     from aotc.runtime.server.opening import ModelOptions
@@ -39,7 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--served-model-name", metavar="NAME", help="the name of DIR in the API (default: the folder's)"
     )
     parser.add_argument("--api-key", metavar="KEY", help="key that clients must send (default: AOTC_API_KEY)")
-    parser.add_argument("--max-num-seqs", type=int, default=64, metavar="N", help="most sequences at once, a model")
+    parser.add_argument(
+        "--max-num-seqs", type=int, default=ALL_SEQS, metavar="N",
+        help="most sequences at once, a model, which never takes more than it was compiled for",
+    )  # fmt: skip
     parser.add_argument(
         "--max-num-queued-reqs", type=int, default=256, metavar="N", help="more unfinished ones of a model get a 429"
     )

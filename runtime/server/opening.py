@@ -25,7 +25,7 @@ class ModelOptions:
     name: str
     path: str
     device: str = "auto"
-    max_num_seqs: int = 64
+    max_num_seqs: int = 1024  # or as many as the model was compiled for
     kv_layout: str | None = None
     kv_cache_memory: str | None = None
 
