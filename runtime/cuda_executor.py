@@ -16,10 +16,11 @@ from aotc.errors import AotcError, DeviceError
 from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
 from aotc.runtime.devices.cuda_weights import CudaWeights
-from aotc.runtime.executor import STANDARD, CacheOptions, DeviceExecutor, StepFrame, StepOutputs
+from aotc.runtime.executor import STANDARD, CacheOptions, DeviceExecutor
 from aotc.runtime.memory import LOGPROBS, Memory, decoder_memory, dims_bytes
 from aotc.runtime.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from aotc.runtime.sequence import Row, Sequence
+from aotc.runtime.step_frame import StepFrame, StepOutputs
 from aotc.runtime.step_inputs import StepInputs
 
 _MAX_BANS = 2 * MAX_STOP_TOKEN_IDS  # stop ids, and the model's own ends

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from aotc.runtime.engine import Engine
-from aotc.runtime.executor import CacheOptions, CpuExecutor, StepOutputs
+from aotc.runtime.executor import CacheOptions, CpuExecutor
 from aotc.runtime.offload import Costs
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import UNKNOWN, Request
+from aotc.runtime.step_frame import StepOutputs
 
 COPY, COMPUTE = Costs(1.0, 0.0, fixed=True), Costs(0.0, 1.0, fixed=True)
 COUNT = 40
