@@ -58,13 +58,13 @@ class EchoExecutor:
 def engine(descriptor: int) -> int:
     """The engine's process."""
     from aotc.runtime.engine import Engine
-    from aotc.runtime.server.engine_process import Channel, belong_to_server, serve_to_the_end
+    from aotc.runtime.server.engine_process import Channel, GpuMemory, belong_to_server, serve_to_the_end
     from aotc.runtime.server.messages import Ready
 
     belong_to_server()
     channel = Channel(socket.socket(fileno=descriptor))
     channel.send(Ready({}))
-    return serve_to_the_end(Engine(EchoExecutor(), ()), channel)  # type: ignore[arg-type]
+    return serve_to_the_end(Engine(EchoExecutor(), ()), channel, GpuMemory(None))  # type: ignore[arg-type]
 
 
 def make_client() -> Any:

@@ -107,6 +107,7 @@ class Engine:
             executor.max_num_seqs, executor.max_num_batched_tokens, self._start, self._pool, self.offload
         )
         self._limits = QueueLimits(self.scheduler, max_num_queued_reqs, max_queue_ms, clock)
+        self.computed_tokens = 0  # in all steps that have ended
         self._submitted = 0
         self._flight: _Flight | None = None
         self._landed = 0.0  # when the last step did
@@ -214,6 +215,7 @@ class Engine:
     def _measure(self, rows: list[Row], seconds: float) -> None:
         """A step that is mostly prompts says what a token costs to compute again."""
         tokens = sum(r.count for r in rows)
+        self.computed_tokens += tokens
         if tokens > 2 * len(rows):
             self.costs.computed(tokens, seconds)
 

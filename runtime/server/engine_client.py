@@ -86,7 +86,7 @@ class EngineClient:
         self.memory: dict[str, int] = {}
         self.load = Load()
         self.on_load: Callable[[Load], None] = lambda load: None
-        self.on_ready: Callable[[dict[str, int]], None] = lambda memory: None
+        self.on_memory: Callable[[dict[str, int]], None] = lambda memory: None
         self.on_restart: Callable[[], None] = lambda: None
         self.on_failed: Callable[[], None] = lambda: None
         self.failed: str | None = None
@@ -170,6 +170,7 @@ class EngineClient:
                     pending.queue.put_nowait(token)
         elif isinstance(message, Alive):
             self._note(message.load)
+            self.on_memory(message.memory)
             self._patience = BEAT_PER_TOKEN * message.tokens
         elif isinstance(message, Refused):
             pending = self._pending.get(message.request_id)
@@ -178,7 +179,7 @@ class EngineClient:
                 pending.queue.put_nowait(RequestError(text) if later is None else OverloadedError(text, later))
         elif isinstance(message, Ready):
             self.memory, self.was_ready = message.memory, True
-            self.on_ready(message.memory)
+            self.on_memory(message.memory)
             self.ready.set()
         elif isinstance(message, Unusable):
             if message.may_pass and self.was_ready:

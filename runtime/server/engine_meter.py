@@ -18,7 +18,7 @@ class EngineMeter:
         self._engine, self._clock = engine, clock
         self._since: dict[str, float] = {}  # of those that have not run
         self._waits: list[float] = []
-        self._steps: list[tuple[float, int]] = []
+        self._steps: list[tuple[float, int, int]] = []
         self._sent = (0, 0, 0)
 
     def submitted(self, request_id: str) -> None:
@@ -29,11 +29,12 @@ class EngineMeter:
 
     def step(self) -> list[TokenOutput]:
         """A step of the engine."""
-        begin = self._clock()
+        begin, tokens = self._clock(), self._engine.computed_tokens
         outputs = self._engine.step()
+        tokens = self._engine.computed_tokens - tokens
         running = self._engine.scheduler.running
         ended = sum(o.finish_reason is not None for o in outputs)
-        self._steps.append((self._clock() - begin, len(running) + ended))
+        self._steps.append((self._clock() - begin, len(running) + ended, tokens))
         if self._since:
             for output in outputs:
                 self._ran(output.request_id, begin)

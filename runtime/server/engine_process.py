@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from aotc.errors import AotcError, DeviceError, DeviceLostError, OverloadedError, RequestError
 from aotc.runtime.engine import Engine
@@ -35,6 +35,9 @@ from aotc.runtime.server.messages import (
     params_from_dict,
     unpack,
 )
+
+if TYPE_CHECKING:
+    from aotc.runtime.devices.cuda import CudaDevice
 
 HEARTBEAT = 0.5  # seconds
 LONG_STEP = 32  # tokens; a longer step is announced
@@ -80,7 +83,23 @@ def belong_to_server() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def serve(engine: Engine, channel: Channel) -> None:
+class GpuMemory:
+    """The bytes of a GPU, of which other processes take some, too. Asked for now and then; None has none."""
+
+    def __init__(self, device: CudaDevice | None) -> None:
+        self._device, self._asked = device, -HEARTBEAT
+
+    def news(self) -> dict[str, int]:
+        """`device_used` and `device_total`; nothing where it was asked a moment ago."""
+        now = time.monotonic()
+        if self._device is None or now - self._asked < HEARTBEAT:
+            return {}
+        self._asked = now
+        free, total = self._device.call("cuMemGetInfo")
+        return {"device_used": int(total - free), "device_total": int(total)}
+
+
+def serve(engine: Engine, channel: Channel, memory: GpuMemory) -> None:
     """Steps while there is work, takes messages between steps. Ends with EOFError when the server is gone."""
     meter, said = EngineMeter(engine), 0.0
     while True:
@@ -88,7 +107,7 @@ def serve(engine: Engine, channel: Channel) -> None:
             _take(engine, meter, channel, message)
         tokens = engine.scheduler.next_tokens
         if tokens > LONG_STEP or time.monotonic() - said > HEARTBEAT:
-            channel.send(Alive(meter.load(), tokens))
+            channel.send(Alive(meter.load(), tokens, memory.news()))
             said = time.monotonic()
         outputs = meter.step() if engine.has_work else []
         if outputs:
@@ -134,23 +153,16 @@ def main(arguments: list[str]) -> int:
         channel.send(Unusable(str(error), isinstance(error, DeviceError)))
         return 2
     engine = Engine(executor, executor.model.eos_token_ids)
-    channel.send(Ready(_memory(executor)))
-    return serve_to_the_end(engine, channel)
+    memory = GpuMemory(getattr(executor, "device", None))
+    purposes = {k: int(v) for k, v in vars(executor.memory).items()}
+    channel.send(Ready({**purposes, **memory.news()}))
+    return serve_to_the_end(engine, channel, memory)
 
 
-def _memory(executor: Any) -> dict[str, int]:
-    """Bytes by purpose, and the GPU's own total as `device_total`."""
-    memory = {k: int(v) for k, v in vars(executor.memory).items()}
-    device = getattr(executor, "device", None)
-    if device is not None:
-        memory["device_total"] = int(device.call("cuMemGetInfo")[1])
-    return memory
-
-
-def serve_to_the_end(engine: Engine, channel: Channel) -> int:
+def serve_to_the_end(engine: Engine, channel: Channel, memory: GpuMemory) -> int:
     """Serves until the server is gone or the device fails; the exit code. Tokens of a failed step are never sent."""
     try:
-        serve(engine, channel)
+        serve(engine, channel, memory)
     except DeviceLostError as error:
         print(f"aotc: error: {error}", file=sys.stderr)
         return error.exit_code

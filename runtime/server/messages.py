@@ -38,7 +38,7 @@ class Ready(msgspec.Struct, tag="ready"):
 class Load(msgspec.Struct, array_like=True):
     """How busy the engine is: sequences in its batch and waiting for a slot, share of the cache in use; and what it did
     since its last message: tokens of prompts looked up and found in the cache, seconds that requests waited for their
-    first step, and its steps, (seconds, sequences) each."""
+    first step, and its steps, (seconds, sequences, tokens) each."""
 
     running: int = 0
     waiting: int = 0
@@ -47,7 +47,7 @@ class Load(msgspec.Struct, array_like=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     waits: list[float] = []
-    steps: list[tuple[float, int]] = []
+    steps: list[tuple[float, int, int]] = []
 
 
 class Outputs(msgspec.Struct, tag="outputs"):
@@ -68,11 +68,12 @@ class Refused(msgspec.Struct, tag="refused"):
 class Alive(msgspec.Struct, tag="alive"):
     """The engine's loop makes progress: sent about twice a second, and before a step of many tokens.
 
-    `tokens` is how many the next step computes: the server waits the longer for it.
+    `tokens` is how many the next step computes: the server waits the longer for it. `memory` has news of a GPU's bytes.
     """
 
     load: Load
     tokens: int = 0
+    memory: dict[str, int] = {}
 
 
 class Unusable(msgspec.Struct, tag="unusable"):

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from aotc.runtime.server.messages import Load
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 60.0)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SEQUENCES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.5)
@@ -52,7 +53,10 @@ class ModelMetrics:
         self._waiting = gauge("num_requests_waiting", "Requests waiting for a slot.")
         self._cache_usage = gauge("kv_cache_usage_perc", "Share of cache slots in use, 1 is all.")
         self._memory = metrics.family(Gauge, "device_memory_bytes", "Memory that the engine took, by purpose.", "purpose")
-        self._device_total = metrics.family(Gauge, "device_memory_total_bytes", "Memory of the engine's GPU.")
+        self._device = {
+            "device_used": metrics.family(Gauge, "device_memory_used_bytes", "Memory in use on the engine's GPU, by all."),
+            "device_total": metrics.family(Gauge, "device_memory_total_bytes", "Memory of the engine's GPU."),
+        }
         self._breaker = gauge("circuit_breaker_state", "0 closed, 1 half-open, 2 open: requests are refused.")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that gave a token.")
         self.generation_tokens = counter("generation_tokens", "Tokens generated.")
@@ -68,6 +72,7 @@ class ModelMetrics:
         self._queue_time = histogram("request_queue_time_seconds", "From submission to the first step.", _SECONDS)
         self._step_time = histogram("engine_step_seconds", "Duration of a step of the engine.", _TOKEN_SECONDS)
         self._batch = histogram("engine_step_sequences", "Sequences in a step of the engine.", _SEQUENCES)
+        self._step_tokens = histogram("iteration_tokens_total", "Tokens in a step of the engine.", _STEP_TOKENS)
         self._prompt_lengths = histogram("request_prompt_tokens", "Prompt tokens of a finished request.", _TOKENS)
         self._lengths = histogram("request_generation_tokens", "Tokens generated for a finished request.", _TOKENS)
 
@@ -87,15 +92,18 @@ class ModelMetrics:
             self._prefix_hits.inc(load.prefix_hits)
         for seconds in load.waits:
             self._queue_time.observe(seconds)
-        for seconds, sequences in load.steps:
+        for seconds, sequences, tokens in load.steps:
             self._step_time.observe(seconds)
             self._batch.observe(sequences)
+            if tokens:  # none where a step has only begun
+                self._step_tokens.observe(tokens)
 
     def remember(self, memory: Mapping[str, int]) -> None:
-        """Sets the bytes of an engine that is ready: those of its device by purpose, and `device_total` of a GPU."""
+        """Sets an engine's bytes: its own by purpose, and of a GPU what is in use by all processes (`device_used`) and what
+        there is (`device_total`)."""
         for purpose, nbytes in memory.items():
-            if purpose == "device_total":
-                self._device_total.labels(self._model).set(nbytes)
+            if purpose in self._device:
+                self._device[purpose].labels(self._model).set(nbytes)
             elif purpose != "kv_blocks":
                 self._memory.labels(self._model, purpose).set(nbytes)
 

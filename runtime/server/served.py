@@ -31,7 +31,7 @@ class ServedModel:
     def __post_init__(self) -> None:
         self.engine.on_restart = self.metrics.engine_restarts.inc
         self.engine.on_load = self.metrics.absorb
-        self.engine.on_ready = self.metrics.remember
+        self.engine.on_memory = self.metrics.remember
 
     @property
     def status(self) -> str:

@@ -27,7 +27,7 @@ from aotc.errors import DeviceLostError
 from aotc.runtime.engine import Engine
 from aotc.runtime.sequence import Request, Row, Sequence
 from aotc.runtime.server import engine_process
-from aotc.runtime.server.engine_process import Channel, belong_to_server, serve_to_the_end
+from aotc.runtime.server.engine_process import Channel, GpuMemory, belong_to_server, serve_to_the_end
 from aotc.runtime.server.messages import Ready, Unusable
 
 EOS, VOCAB, MAX_MODEL_LEN = 257, 258, 200
@@ -128,6 +128,14 @@ class LoggingEngine(Engine):
         return known
 
 
+class FakeGpu:
+    """Three quarters of it are in use."""
+
+    def call(self, name: str) -> tuple[int, int]:
+        assert name == "cuMemGetInfo"
+        return 10 << 30, 40 << 30
+
+
 def main() -> None:
     descriptor, folder, seqs = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     belong_to_server()
@@ -144,12 +152,13 @@ def main() -> None:
     if (folder / "load").exists():
         (folder / "load").unlink()
         time.sleep(600)
-    channel.send(Ready({"weights": 1}))
+    memory = GpuMemory(FakeGpu())
+    channel.send(Ready({"weights": 1, **memory.news()}))
     if (folder / "babble").exists():
         garbage = (folder / "babble").read_bytes()
         (folder / "babble").unlink()  # before the server can end this process
         channel._socket.sendall(garbage)
-    code = serve_to_the_end(engine, channel)
+    code = serve_to_the_end(engine, channel, memory)
     engine.log("end", code=code)
     sys.stderr.flush()
     os._exit(code)

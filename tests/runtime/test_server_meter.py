@@ -6,8 +6,9 @@ from fake_executor import FakeExecutor
 from aotc.runtime.engine import Engine
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import Request
+from aotc.runtime.server import engine_process
 from aotc.runtime.server.engine_meter import EngineMeter
-from aotc.runtime.server.messages import Load, Outputs, Submit, pack, unpack
+from aotc.runtime.server.messages import Alive, Load, Outputs, Submit, pack, unpack
 
 
 class Clock:
@@ -51,7 +52,7 @@ def test_waits_and_steps(clock):
         meter.step()
     load = meter.load()
     assert load.waits == [1.0, 1.0, 1.5]
-    assert load.steps == [(0.25, 2), (0.25, 2), (0.25, 1), (0.25, 1)]
+    assert load.steps == [(0.25, 2, 6), (0.25, 2, 2), (0.25, 1, 3), (0.25, 1, 1)]
     assert (load.running, load.waiting, load.cache_usage) == (0, 0, 0.0)
     assert meter.load() == Load(0, 0, 0.0)  # differences
 
@@ -76,7 +77,7 @@ def test_one_token_is_a_whole_life(clock):
     submit(engine, meter, "a", max_tokens=1)
     meter.step()
     load = meter.load()
-    assert (load.waits, load.steps) == ([0.0], [(0.25, 1)])
+    assert (load.waits, load.steps) == ([0.0], [(0.25, 1, 3)])
 
 
 def test_the_cache_of_prefixes_and_preemptions(clock):
@@ -99,7 +100,29 @@ def test_the_cache_of_prefixes_and_preemptions(clock):
 
 
 def test_messages_keep_their_fields():
-    load = Load(1, 2, 0.5, 3, 4, 5, [0.1], [(0.2, 6)])
+    load = Load(1, 2, 0.5, 3, 4, 5, [0.1], [(0.2, 6, 7)])
     assert unpack(pack(Outputs([], load))[4:]).load == load
     asked = Submit("a", [1, 2], {}, 3, 4, -5, "salt", 1.5)
     assert unpack(pack(asked)[4:]) == asked
+    alive = Alive(load, 8, {"device_used": 1 << 40})
+    assert unpack(pack(alive)[4:]) == alive
+
+
+def test_tokens_of_steps_that_run_ahead_are_counted_when_they_have_ended(clock):
+    engine, meter = metered(clock, runs_ahead=True, max_num_batched_tokens=2)
+    submit(engine, meter, "a", (1, 2, 3), 3)
+    while engine.has_work:
+        meter.step()
+    assert [tokens for _, _, tokens in meter.load().steps] == [0, 2, 1, 1, 1]
+
+
+def test_a_gpu_is_asked_now_and_then(gpu, monkeypatch, clock):
+    device, driver = gpu()
+    monkeypatch.setattr(engine_process.time, "monotonic", clock)
+    memory, total = engine_process.GpuMemory(device), 1 << 40
+    assert memory.news() == {"device_used": total - driver.free, "device_total": total}
+    driver.free -= 4096
+    assert memory.news() == {}
+    clock.now += engine_process.HEARTBEAT
+    assert memory.news() == {"device_used": total - driver.free, "device_total": total}
+    assert engine_process.GpuMemory(None).news() == {}

@@ -4,13 +4,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import post, wait
 
+from aotc.loadtest.goals import Memory, read_memory
 from aotc.runtime.server.messages import Load
 from aotc.runtime.server.metrics import Metrics, ModelMetrics
 
 NAMES = {
     "num_requests_running": "gauge", "num_requests_waiting": "gauge", "kv_cache_usage_perc": "gauge",
     "prompt_tokens": "counter", "generation_tokens": "counter", "request_success": "counter",
-    "circuit_breaker_state": "gauge", "device_memory_bytes": "gauge", "device_memory_total_bytes": "gauge",
+    "circuit_breaker_state": "gauge", "device_memory_bytes": "gauge", "device_memory_used_bytes": "gauge",
+    "device_memory_total_bytes": "gauge", "iteration_tokens_total": "histogram",
     "num_preemptions": "counter", "prefix_cache_queries": "counter", "prefix_cache_hits": "counter",
     "request_queue_time_seconds": "histogram", "engine_step_seconds": "histogram", "engine_step_sequences": "histogram",
     "engine_restarts": "counter", "time_to_first_token_seconds": "histogram", "inter_token_latency_seconds": "histogram",
@@ -61,6 +63,7 @@ def test_counts_of_one_answer(server, counted):
         "time_to_first_token_seconds_count": 1, "inter_token_latency_seconds_count": 6,
         "e2e_request_latency_seconds_count": 1, "request_prompt_tokens_count": 1, "request_generation_tokens_count": 1,
         "request_queue_time_seconds_count": 1, "engine_step_seconds_count": 7, "engine_step_sequences_count": 7,
+        "iteration_tokens_total_count": 7,
     }  # fmt: skip
 
 
@@ -109,16 +112,18 @@ def test_what_the_engine_counts():
     """Differences add up, also over engines that were started again."""
     metrics = Metrics("aotc")
     model = ModelMetrics(metrics, "m")
-    model.remember({"weights": 100, "kv_cache": 50, "kv_blocks": 7, "device_total": 1000})
-    model.absorb(Load(2, 1, 0.5, 3, 40, 30, [0.02, 3.0], [(0.004, 2), (0.004, 70)]))
+    model.remember({"weights": 100, "kv_cache": 50, "kv_blocks": 7, "device_used": 600, "device_total": 1000})
+    model.remember({"device_used": 700, "device_total": 1000})
+    model.absorb(Load(2, 1, 0.5, 3, 40, 30, [0.02, 3.0], [(0.004, 2, 2), (0.004, 70, 0), (0.004, 70, 300)]))
     model.absorb(Load(2, 1, 0.5, 1, 5, 0, [], []))
     text = metrics.render().decode()
     for line in (
         'aotc:num_preemptions_total{model_name="m"} 4.0', 'aotc:prefix_cache_queries_total{model_name="m"} 45.0',
         'aotc:prefix_cache_hits_total{model_name="m"} 30.0', 'aotc:request_queue_time_seconds_sum{model_name="m"} 3.02',
-        'aotc:engine_step_seconds_count{model_name="m"} 2.0', 'aotc:engine_step_sequences_sum{model_name="m"} 72.0',
+        'aotc:engine_step_seconds_count{model_name="m"} 3.0', 'aotc:engine_step_sequences_sum{model_name="m"} 142.0',
         'aotc:device_memory_bytes{model_name="m",purpose="weights"} 100.0',
-        'aotc:device_memory_total_bytes{model_name="m"} 1000.0',
+        'aotc:device_memory_used_bytes{model_name="m"} 700.0', 'aotc:device_memory_total_bytes{model_name="m"} 1000.0',
+        'aotc:iteration_tokens_total_count{model_name="m"} 2.0', 'aotc:iteration_tokens_total_sum{model_name="m"} 302.0',
     ):  # fmt: skip
         assert line in text.splitlines(), line
     assert "kv_blocks" not in text
@@ -126,6 +131,12 @@ def test_what_the_engine_counts():
 
 def test_memory_is_that_of_the_engine(server):
     assert server.metric("aotc:device_memory_bytes", purpose="weights") == 1
+
+
+def test_a_load_test_can_tell_how_full_the_gpu_is(server):
+    """`aotc bench serve --slo device_mem=80%` reads these."""
+    read = wait(lambda: (m := read_memory(server.client.get("/metrics").text)).used and m)
+    assert read == Memory(30 << 30, 40 << 30) and read.share == 75.0
 
 
 def test_tokens_count_while_they_come(server, counted):
