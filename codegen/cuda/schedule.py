@@ -230,6 +230,19 @@ def _whole_head(of: Heads, tile: Tile) -> str:
     return "splits must be a power of two" if tile.splits & (tile.splits - 1) else ""
 
 
+def _fewer_rows(of: Linear) -> Iterator[Linear]:
+    """The same layer with half as many rows, again and again: a tile that is good for many rows is good for more."""
+    while of.rows >= 2 * 128:
+        of = replace(of, rows=of.rows // 2)
+        yield of
+
+
+def _fewer_tokens(of: Heads) -> Iterator[Heads]:
+    while of.tokens >= 2 * 128:
+        of = replace(of, tokens=of.tokens // 2)
+        yield of
+
+
 def row_warps(width: int) -> int:
     """Warps for a row that one program holds."""
     return 1 if width <= 256 else 4 if width <= 2048 else 8
@@ -237,6 +250,6 @@ def row_warps(width: int) -> int:
 
 MATVEC = Family("matvec", Tile, matvec, matvec_candidates, _one_row)
 SKINNY = Family("skinny", Tile, skinny, skinny_candidates, _all_rows)
-MATMUL = Family("matmul", Tile, matmul, matmul_candidates, _blocks)
-ATTENTION = Family("attention", Tile, attention, attention_candidates, _whole_head)
+MATMUL = Family("matmul", Tile, matmul, matmul_candidates, _blocks, _fewer_rows)
+ATTENTION = Family("attention", Tile, attention, attention_candidates, _whole_head, _fewer_tokens)
 ATTENTION_DECODE = Family("attention_decode", Tile, attention_decode, attention_decode_candidates, _whole_head)

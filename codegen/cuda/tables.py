@@ -55,13 +55,15 @@ class Setting(Protocol):
 class Family(Generic[S, P]):
     """A template with a choice. `schedule` is a dataclass of positive integers, all that is chosen; shapes of class P
     print as what the choice depends on. `rule` and `candidates` (the ones that `aotc tune` tries) take (arch, shape);
-    `wrong` says why a schedule does not fit a shape, or nothing."""
+    `wrong` says why a schedule does not fit a shape, or nothing. `smaller` lists shapes whose measured schedules are a
+    better guess for a shape than the rule's, the best one first."""
 
     name: str
     schedule: type[S]
     rule: Callable[[str, P], S]
     candidates: Callable[[str, P], Iterable[S]]
     wrong: Callable[[P, S], str] = lambda _, __: ""
+    smaller: Callable[[P], Iterable[P]] | None = None
 
     def key(self, shape: P) -> str:
         """The shape class, as tables name it. Keys are made here alone."""
@@ -106,9 +108,18 @@ class Schedules:
     def choose(self, family: Family[S, P], shape: P) -> S:
         key = family.key(shape)
         entry = self.entries.get(key)
-        schedule = family.rule(self.arch, shape) if entry is None else self._read(key, family, shape, entry)
+        schedule = self._guess(family, shape) if entry is None else self._read(key, family, shape, entry)
         self.chosen[key] = Choice(family, shape, schedule, entry is not None)
         return schedule
+
+    def _guess(self, family: Family[S, P], shape: P) -> S:
+        for other in family.smaller(shape) if family.smaller is not None else ():
+            key = family.key(other)
+            if key in self.entries:
+                schedule = self._read(key, family, other, self.entries[key])
+                if not family.wrong(shape, schedule):
+                    return schedule
+        return family.rule(self.arch, shape)
 
     def _read(self, key: str, family: Family[S, P], shape: P, entry: Entry) -> S:
         try:

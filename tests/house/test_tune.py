@@ -239,6 +239,18 @@ def test_later_tables_go_first_and_those_of_other_architectures_do_not_count():
     assert schedules.untuned().startswith("1 of 2 schedules of sm90 are untuned")
 
 
+def test_what_is_good_for_many_rows_is_guessed_for_more():
+    layer = [Linear(rows, 120, 72, 1, bf16) for rows in (128, 256, 512, 2048)]
+    small, large = {"m": 64, "n": 32, "k": 32}, {"m": 128, "n": 16, "k": 16}
+    schedules = Schedules("sm80", [msgspec.structs.replace(
+        table_of(**{MATMUL.key(layer[0]): small, MATMUL.key(layer[2]): large}), arch="sm80")])  # fmt: skip
+    setting = Setting("sm80", (), (), schedules=schedules)
+    assert [MATMUL.choose(setting, s).m for s in layer] == [64, 64, 128, 128]
+    for other in (Linear(64, 120, 72, 1, bf16), Linear(512, 120, 72, 2, bf16), Linear(512, 120, 72, 1, f32)):
+        assert MATMUL.choose(setting, other) == MATMUL.rule("sm80", other)
+    assert schedules.untuned().startswith("5 of 7 schedules of sm80 are untuned")
+
+
 @pytest.mark.parametrize("arch", ["sm80", "sm86", "sm89", "sm90", "sm100", "sm120"])
 def test_packaged_tables_fit_and_candidates_are_few_and_fit(arch):
     assert packaged(arch).arch == arch
