@@ -11,6 +11,7 @@ import numpy as np
 from aotc.errors import RequestError
 from aotc.runtime.kv_cache import BlockTable, PagePool
 from aotc.runtime.offload import Costs, Offload
+from aotc.runtime.pace import Pace
 from aotc.runtime.prefix_cache import PrefixCache
 from aotc.runtime.queue_limits import QueueLimits
 from aotc.runtime.scheduler import Scheduler
@@ -66,6 +67,7 @@ class _Flight(NamedTuple):
     """A step that was launched; `begin` in seconds."""
 
     rows: list[Row]
+    tokens: int
     step: Any
     begin: float
 
@@ -111,6 +113,7 @@ class Engine:
         self._submitted = 0
         self._flight: _Flight | None = None
         self._landed = 0.0  # when the last step did
+        self._pace = Pace()
 
     @property
     def has_work(self) -> bool:
@@ -171,16 +174,28 @@ class Engine:
         """Frees what is kept of a session."""
         self.scheduler.kept.drop(session)
 
+    @property
+    def slack(self) -> float:
+        """Seconds for which nothing has to be done: a step runs, and the next one can be chosen later, with whoever comes
+        until then."""
+        flight = self._flight
+        if flight is None or not self.has_work:
+            return 0.0
+        elapsed = self._clock() - max(flight.begin, self._landed)
+        return self._pace.slack(len(flight.rows), flight.tokens, elapsed)
+
     def step(self) -> list[TokenOutput]:
         """Ends what is past its deadline and runs one step; returns the new token of each row that finished its prompt,
         and the end of each request that has come to one. Where the device runs ahead, the tokens are those of the step
         before."""
-        outputs = [_ended(s, "deadline") for s in self.scheduler.expire(self._clock())]
+        begin = self._clock()
+        outputs = [_ended(s, "deadline") for s in self.scheduler.expire(begin)]
         if self._flight is not None and not self.scheduler.can_go_ahead:
             outputs += self._land(self._flight)
         rows = self.scheduler.schedule()
         before, self._flight = self._flight, self._launch(rows) if rows else None
         if before is not None:
+            self._pace.launched(self._clock() - begin)
             outputs += self._land(before)
         if self._flight is not None and not self._executor.runs_ahead:
             outputs += self._land(self._flight)
@@ -188,7 +203,7 @@ class Engine:
 
     def _launch(self, rows: list[Row]) -> _Flight:
         begin = self._clock()
-        flight = _Flight(rows, self._executor.launch(rows), begin)
+        flight = _Flight(rows, sum(r.count for r in rows), self._executor.launch(rows), begin)
         for row in rows:
             row.sequence.launch(row)
         return flight
@@ -197,7 +212,7 @@ class Engine:
         """Waits for a step; what it says about those of its rows that have not ended meanwhile."""
         result, outputs = self._executor.wait(flight.step), []
         now = self._clock()
-        self._measure(flight.rows, now - max(flight.begin, self._landed))
+        self._measure(flight, now - max(flight.begin, self._landed))
         self._landed = now
         if self._flight is flight:
             self._flight = None
@@ -212,12 +227,11 @@ class Engine:
                 outputs.append(self._append(row, token, n, result))
         return outputs
 
-    def _measure(self, rows: list[Row], seconds: float) -> None:
+    def _measure(self, flight: _Flight, seconds: float) -> None:
         """A step that is mostly prompts says what a token costs to compute again."""
-        tokens = sum(r.count for r in rows)
-        self.computed_tokens += tokens
-        if tokens > 2 * len(rows):
-            self.costs.computed(tokens, seconds)
+        self._pace.ran(len(flight.rows), flight.tokens, seconds)
+        if flight.tokens > 2 * len(flight.rows):
+            self.costs.computed(flight.tokens, seconds)
 
     def _start(self, sequence: Sequence) -> None:
         """Before a sequence runs: arrays of an earlier slot are that slot's."""

@@ -14,6 +14,7 @@ import copy
 import functools
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -209,6 +210,8 @@ class SharedEngine:
     def _step(self) -> None:
         """One step of the engine, and its tokens to their calls."""
         try:
+            if self.engine.slack > 0:  # who comes in this time is in the next step
+                time.sleep(self.engine.slack)
             self._answer_inbox()
             for output in self.engine.step() if self.engine.has_work else ():
                 call = self._calls.get(output.request_id)

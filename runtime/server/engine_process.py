@@ -103,8 +103,10 @@ def serve(engine: Engine, channel: Channel, memory: GpuMemory) -> None:
     """Steps while there is work, takes messages between steps. Ends with EOFError when the server is gone."""
     meter, said = EngineMeter(engine), 0.0
     while True:
-        for message in channel.receive(0.0 if engine.has_work else HEARTBEAT):
+        for message in channel.receive(engine.slack if engine.has_work else HEARTBEAT):
             _take(engine, meter, channel, message)
+        if engine.has_work and engine.slack > 0:  # who comes in this time is in the next step
+            continue
         tokens = engine.scheduler.next_tokens
         if tokens > LONG_STEP or time.monotonic() - said > HEARTBEAT:
             channel.send(Alive(meter.load(), tokens, memory.news()))
