@@ -110,23 +110,18 @@ class Answer:
         finally:
             self._begin(self._unbegun)
 
+    async def _drain(self, choice: Choice) -> None:
+        async for _ in self._run(choice):
+            pass
+
     async def _whole(self, request: Request) -> Response:
-
-        async def drain(choice: Choice) -> None:
-            async for _ in self._run(choice):
-                pass
-
-        gone = asyncio.create_task(_gone(request))
-        work = [asyncio.create_task(drain(choice)) for choice in self._choices]
-        async with self._counted(), _ending(*work, gone):
-            left = set(work)
-            while left:
-                done, _ = await asyncio.wait({*left, gone}, return_when=asyncio.FIRST_COMPLETED)
-                for task in done & left:
-                    task.result()
-                if gone in done:
-                    raise ClientDisconnect
-                left -= done
+        async with self._counted(), _connected(request):
+            if len(self._choices) == 1:
+                await self._drain(self._choices[0])
+            else:
+                work = [asyncio.create_task(self._drain(choice)) for choice in self._choices]
+                async with _ending(*work):
+                    await asyncio.gather(*work)
         choices = [self._whole_choice(choice) for choice in self._choices]
         return json_response({**self._head, "choices": choices, "usage": self._usage()})
 
@@ -300,7 +295,25 @@ async def _ending(*tasks: asyncio.Task[None]) -> AsyncGenerator[None, None]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _gone(request: Request) -> None:
-    """Returns when the client has left."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+@contextlib.asynccontextmanager
+async def _connected(request: Request) -> AsyncGenerator[None, None]:
+    """Ends the block with ClientDisconnect when the client leaves."""
+    work, gone = asyncio.current_task(), False
+    assert work is not None
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        work.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if gone and not work.uncancel():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        watcher.cancel()

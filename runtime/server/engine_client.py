@@ -13,13 +13,10 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from aotc.errors import DeviceError, DeviceLostError, OverloadedError, RequestError
 from aotc.runtime.sampling import SamplingParams
 from aotc.runtime.sequence import TokenOutput
 from aotc.runtime.server.messages import (
-    MAX_FRAME,
     Alive,
     Cancel,
     Load,
@@ -29,9 +26,9 @@ from aotc.runtime.server.messages import (
     Refused,
     Submit,
     Unusable,
+    messages,
     pack,
     params_to_dict,
-    unpack,
 )
 
 log = logging.getLogger("aotc.server")
@@ -60,6 +57,30 @@ class _Pending:
     over: bool = False  # its error is in the queue
 
 
+class _Line(asyncio.Protocol):
+    """The engine's end of the connection: messages go to `take` as they come. `ended` is None when the engine has closed
+    it, or what was wrong with what it sent."""
+
+    def __init__(self, take: Callable[[Message], None]) -> None:
+        self._take, self._buffer = take, bytearray()
+        self.ended: asyncio.Future[ValueError | None] = asyncio.get_running_loop().create_future()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        try:
+            for message in messages(self._buffer):
+                self._take(message)
+        except ValueError as error:  # msgspec's errors too
+            self._end(error)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(None)
+
+    def _end(self, error: ValueError | None) -> None:
+        if not self.ended.done():
+            self.ended.set_result(error)
+
+
 class EngineClient:
     """One engine process at a time. `command` is its command line before the descriptor; tests replace it.
 
@@ -75,7 +96,7 @@ class EngineClient:
         kind, _, self._gpu = device.partition(":")
         self._arguments = [artifact, str(max_num_seqs), kind, kv_layout or "", kv_cache_memory or ""]
         self._pending: dict[str, _Pending] = {}
-        self._writer: asyncio.StreamWriter | None = None
+        self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._load_timeout, self._beat = load_timeout, BEAT
         self._silence = 0.0  # seconds that the watchdog has waited for a word
@@ -128,33 +149,29 @@ class EngineClient:
             self._process = subprocess.Popen(command, pass_fds=[descriptor], env=environment)
             theirs.close()
             try:
-                reader, self._writer = await asyncio.open_connection(sock=ours)
-                await self._converse(reader, self._writer)
+                self._transport, line = await asyncio.get_running_loop().create_connection(
+                    lambda: _Line(self._take), sock=ours
+                )
+                await self._converse(line)
             finally:
                 self.ready.clear()
                 self.load = Load()
-                if self._writer is not None:
-                    self._writer.transport.abort()  # nothing that was not sent matters any more
+                if self._transport is not None:
+                    self._transport.abort()  # nothing that was not sent matters any more
                 await self._stopped(self._process)
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Hands over what waits, then takes messages until the engine is gone, silent, or talks nonsense."""
+    async def _converse(self, line: _Line) -> None:
+        """Hands over what waits, then stays until the engine is gone, silent, or talks nonsense."""
         for pending in self._pending.values():
             if not pending.over:
-                writer.write(pack(pending.submit))
+                self._send(pending.submit)
         self._silence = self._patience = 0.0
         watchdog = asyncio.create_task(self._watch())
         try:
-            while True:
-                length = int.from_bytes(await reader.readexactly(4), "little")
-                if length > MAX_FRAME:
-                    raise ValueError(f"a frame of {length} bytes")
-                self._take(unpack(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        except (msgspec.MsgspecError, ValueError) as error:
-            log.error("the engine sent what is no message (%s): ending it", error)
-            self._kill()
+            error = await line.ended
+            if error is not None:
+                log.error("the engine sent what is no message (%s): ending it", error)
+                self._kill()
         finally:
             watchdog.cancel()
 
@@ -280,8 +297,8 @@ class EngineClient:
                 self._send(Cancel(request_id))
 
     def _send(self, message: Message) -> None:
-        if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(pack(message))
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(pack(message))
 
 
 def _gpu(number: int, visible: str | None) -> str:

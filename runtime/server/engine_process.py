@@ -22,7 +22,6 @@ from aotc.runtime.engine import Engine
 from aotc.runtime.sequence import Request
 from aotc.runtime.server.engine_meter import EngineMeter
 from aotc.runtime.server.messages import (
-    MAX_FRAME,
     Alive,
     Cancel,
     Message,
@@ -31,9 +30,9 @@ from aotc.runtime.server.messages import (
     Refused,
     Submit,
     Unusable,
+    messages,
     pack,
     params_from_dict,
-    unpack,
 )
 
 if TYPE_CHECKING:
@@ -61,15 +60,7 @@ class Channel:
             if not data:
                 raise EOFError
             self._buffer += data
-        while len(self._buffer) >= 4:
-            length = int.from_bytes(self._buffer[:4], "little")
-            if length > MAX_FRAME:
-                raise EOFError
-            if len(self._buffer) < 4 + length:
-                return
-            body = bytes(self._buffer[4 : 4 + length])
-            del self._buffer[: 4 + length]
-            yield unpack(body)
+        yield from messages(self._buffer)
 
 
 def belong_to_server() -> None:

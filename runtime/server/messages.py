@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -96,9 +97,22 @@ def pack(message: Message) -> bytes:
     return len(body).to_bytes(4, "little") + body
 
 
-def unpack(body: bytes) -> Message:
+def unpack(body: bytes | bytearray) -> Message:
     """The message in a frame's body. Raises msgspec.MsgspecError."""
     return _decoder.decode(body)
+
+
+def messages(buffer: bytearray) -> Iterator[Message]:
+    """Takes every whole message out of what was received. Raises ValueError for what is none."""
+    while len(buffer) >= 4:
+        length = int.from_bytes(buffer[:4], "little")
+        if length > MAX_FRAME:
+            raise ValueError(f"a frame of {length} bytes")
+        if len(buffer) < 4 + length:
+            return
+        message = unpack(buffer[4 : 4 + length])
+        del buffer[: 4 + length]
+        yield message
 
 
 def params_to_dict(params: SamplingParams) -> dict[str, Any]:
