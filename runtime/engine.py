@@ -229,6 +229,7 @@ class Engine:
 
     def _measure(self, flight: _Flight, seconds: float) -> None:
         """A step that is mostly prompts says what a token costs to compute again."""
+        self.computed_tokens += flight.tokens
         self._pace.ran(len(flight.rows), flight.tokens, seconds)
         if flight.tokens > 2 * len(flight.rows):
             self.costs.computed(flight.tokens, seconds)
