@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 from aotc.errors import UnsupportedError
 from aotc.runtime.tokenizer import Tokenizer
@@ -201,11 +200,7 @@ _LOCAL = {"ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece", 
 
 def _decoder_kinds(tokenizer: Tokenizer) -> list[str]:
     """The decoder's steps by name. Refuses those that change text which was final."""
-    decoder = tokenizer.backend.decoder
-    if decoder is None:
-        return []
-    state: dict[str, Any] = json.loads(decoder.__getstate__())
-    steps = state["decoders"] if state["type"] == "Sequence" else [state]
+    steps = tokenizer.decoder_steps
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return kinds

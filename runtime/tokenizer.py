@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -54,6 +55,13 @@ class Tokenizer:
         """Ids that `skip_special_tokens` leaves out."""
         added = self.backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def decoder_steps(self) -> list[dict[str, Any]]:
+        """What `decode` does with the tokens' spellings, step by step, as tokenizer.json writes it."""
+        decoder = self.backend.decoder
+        state = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "Sequence", "decoders": []}
+        return state["decoders"] if state["type"] == "Sequence" else [state]
 
     def _first_of(self, ids: tuple[int, ...]) -> str:
         return (self.token(ids[0]) or "") if ids else ""

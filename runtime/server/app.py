@@ -139,8 +139,13 @@ class Server:
         body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    body += part
+                more = True
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    body += message["body"]
+                    more = message["more_body"]
                     if len(body) > protocol.MAX_BODY:
                         raise too_large
         except TimeoutError:
