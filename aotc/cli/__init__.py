@@ -31,7 +31,7 @@ _EPILOG = """examples:
 
 _EXTRAS = {
     "torch": "compile", "triton": "compile", "ml_dtypes": "compile", "onnx": "compile", "cuda": "cuda",
-    "starlette": "serve", "uvicorn": "serve", "prometheus_client": "serve", "matplotlib": "bench",
+    "starlette": "serve", "uvicorn": "serve", "httptools": "serve", "prometheus_client": "serve", "matplotlib": "bench",
 }  # fmt: skip
 """The extra of pyproject.toml that installs a module."""
 

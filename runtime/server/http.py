@@ -15,7 +15,6 @@ from aotc.runtime.server.app import Server
 from aotc.runtime.server.connection import Connection
 from aotc.runtime.server.logs import AccessLog
 
-MAX_HEAD = 64 << 10  # bytes of a request's line and headers
 _VANISHED = (
     ((socket.SOL_SOCKET, socket.SO_KEEPALIVE), 1),
     ((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE), 30),
@@ -35,7 +34,7 @@ class HttpServer(uvicorn.Server):
         app = server.app()
         config = uvicorn.Config(
             AccessLog(app) if access_log else app, log_level=log_level, log_config=None, access_log=False,
-            timeout_graceful_shutdown=shutdown_timeout, http=Connection, h11_max_incomplete_event_size=MAX_HEAD,
+            timeout_graceful_shutdown=shutdown_timeout, http=Connection, loop="asyncio",
             ws="none", lifespan="on", proxy_headers=False, server_header=False,
         )  # fmt: skip
         super().__init__(config)
