@@ -94,6 +94,6 @@ def test_compile_names_what_is_missing(blocked, made_checkpoint, onnx_files, tmp
 
 
 def test_serve_names_what_is_missing(process, made_artifact):
-    for name in ("uvicorn", "starlette", "prometheus_client"):
+    for name in ("uvicorn", "starlette", "httptools", "prometheus_client"):
         script = f"import sys; sys.modules[{name!r}] = None\n{COMMAND_LINE}"
         process("serve", made_artifact, program=("-c", script)).refuses(f"{name} is not installed: pip install 'aotc[serve]'")
