@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -87,7 +87,7 @@ class CpuBackend:
 
 
 class CudaBackend:
-    """Triton kernels as cubins, each once."""
+    """Kernels in Triton and CUDA C++ as cubins, each once."""
 
     device = "cuda"
 
@@ -113,7 +113,8 @@ class CudaBackend:
         work.writer.add_file(f"schedules/{target.name}.json", encode_table(built.schedules.used()))
         for symbol, cubin in built.cubins.items():
             work.writer.add_file(f"kernels/{target.name}/{symbol}.cubin", cubin.data)
-            dump(f"{target.name}_{symbol}.py", built.sources[symbol].text)
+            source = built.sources[symbol]
+            dump(f"{target.name}_{symbol}.{'cu' if source.language == 'cuda' else 'py'}", source.text)
         plans = [make_cuda_plan(made.program, made.kernels, work.placement) for made in built.programs]
         counters = max((c for made in built.programs for c in made.kernels.counters.values()), default=0)
         return msgspec.structs.replace(_entry(target, plans, "", 0, work), dims=built.dims, counter_bytes=counters)
@@ -143,8 +144,7 @@ class _Built:
 
 def _build(target: Target, work: Work) -> _Built:
     from aotc.codegen.cuda.build import compile_sources
-    from aotc.codegen.cuda.frame import waits
-    from aotc.codegen.cuda.launch import dim_order, launches, render_program, widest_dims
+    from aotc.codegen.cuda.launch import dim_order, kernel_meta, launches, render_program, widest_dims
     from aotc.codegen.cuda.tables import Schedules
 
     dims, schedules = dim_order(work.programs), Schedules(target.name, work.tables)
@@ -160,13 +160,11 @@ def _build(target: Target, work: Work) -> _Built:
     for program, of_program in zip(work.programs, rendered, strict=True):
         kernels = CudaKernels({}, {}, {}, {}, dims)
         for name, launch in launches(of_program, cubins).items():
-            facts = {k: v for k, v in asdict(cubins[launch.symbol]).items() if k not in ("data", "name")}
-            grid = list(launch.grid_at(program.dims))
-            kernels.meta[name] = {"cubin": f"kernels/{target.name}/{launch.symbol}.cubin", "grid": grid, **facts}
-            kernels.meta[name]["waits"] = waits(target.name)
+            meta = kernel_meta(cubins[launch.symbol], launch.grid_at(program.dims), target.name, launch.maps)
+            kernels.meta[name] = {"cubin": f"kernels/{target.name}/{launch.symbol}.cubin", **meta}
             kernels.scratch[name] = upper_bound(launch.scratch_bytes, program.dims)
             kernels.counters[name] = upper_bound(launch.counter_bytes, program.dims)
-            kernels.triton[name] = cubins[launch.symbol].global_scratch_bytes * math.prod(grid)
+            kernels.triton[name] = cubins[launch.symbol].global_scratch_bytes * math.prod(meta["grid"])
         programs.append(_BuiltProgram(program, kernels))
     return _Built(sources, cubins, schedules, dims, programs)
 

@@ -66,7 +66,7 @@ class CudaReplay:
         plan = self._artifact.plan(entry.plan)
         areas = self._areas(entry)
         blocks = self._blocks(plan, areas, inputs, dims)
-        sources = {k.symbol: self._source(k.symbol).text for k in plan.kernels}
+        sources = {k.symbol: self._source(k.symbol) for k in plan.kernels}
         answer = run_request(Request(sources, blocks, self._steps(plan, plan.body)))
         return {t.name: self._read(answer, plan, areas, t, dims) for t in plan.outputs}
 

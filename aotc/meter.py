@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -16,8 +16,7 @@ import numpy as np
 from aotc.artifact.plan import Address, Arg, Constant, Kernel, Plan, Space
 from aotc.artifact.plan import Call as PlanCall
 from aotc.artifact.reader import Artifact
-from aotc.codegen.cuda.frame import waits
-from aotc.codegen.cuda.launch import arguments
+from aotc.codegen.cuda.launch import arguments, kernel_meta
 from aotc.errors import DeviceError, DeviceLostError, RequestError
 from aotc.ir.dtypes import DType
 from aotc.ir.graph import TensorType
@@ -116,8 +115,7 @@ class _Bench:
         return Timing(self._time(self._program(trial, calls, grid)) / len(calls), outputs)
 
     def _program(self, trial: Trial, calls: list[PlanCall], grid: list[int]) -> CudaProgram:
-        facts = {k: v for k, v in asdict(trial.cubin).items() if k not in ("data", "name")}
-        meta = {"cubin": "", "grid": grid, "waits": waits(self.arch), **facts}
+        meta = {"cubin": "", **kernel_meta(trial.cubin, grid, self.arch, trial.source.maps)}
         kernel = Kernel(trial.source.symbol, self.job.choice.family.name, meta)
         plan = Plan(self.job.key, (), (Space("arena", "arena"),), (), (), (kernel,), tuple(calls), 0, 0)
         kernels = CudaKernels(self.device, cast(Artifact, _OneCubin(trial.cubin.data)))

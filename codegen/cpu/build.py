@@ -63,7 +63,7 @@ def build_library(units: dict[str, str], level: str, progress: Callable[[str], N
         finally:
             pool.shutdown(cancel_futures=True)  # an error or an interrupt waits for what runs, not for the queue
         library = Path(folder) / "kernels.so"
-        _run([compiler(), *LINK, "-o", str(library), *map(str, objects), "-lm", "-lpthread"], "linking")
+        run_tool([compiler(), *LINK, "-o", str(library), *map(str, objects), "-lm", "-lpthread"], "linking")
         return library.read_bytes()
 
 
@@ -78,7 +78,7 @@ def _compile(name: str, text: str, level: str, folder: Path) -> Path:
     source.write_text(text)
     # Relative names, so that no path of this machine ends in the object.
     command = [compiler(), *FLAGS, *LEVELS[level], f"-I{LIB}", "-c", source.name, "-o", target.name]
-    _run(command, name, folder)
+    run_tool(command, name, folder)
     _publish(target, cached)
     return target
 
@@ -113,7 +113,8 @@ def _headers() -> str:
     return "".join(path.read_text() for path in sorted(LIB.glob("*.h")))
 
 
-def _run(command: Sequence[str], what: str, folder: Path | None = None) -> None:
+def run_tool(command: Sequence[str], what: str, folder: Path | None = None) -> None:
+    """Runs a compiler or linker. Raises CompilerError with its first error."""
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[:300])

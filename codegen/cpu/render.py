@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from aotc.codegen.cpu.syntax import STORAGE, CppSyntax
+from aotc.codegen.cpp import STORAGE, CppSyntax, lead_index
 from aotc.codegen.loops import Index, LoopNest, add, linear, states_read, to_primitives
 from aotc.errors import UnsupportedError
 from aotc.ir.dtypes import f32
@@ -185,19 +185,9 @@ def _matmul(frame: _Frame) -> Source:
         nest.line(SYNTAX.store(pointers[out], out.type.dtype, linear(index, nest.shape(out)), value))
     return frame.source(
         "matmul", M=SYNTAX.size(product(lead)), N=width,
-        K=depth, pair=pair, x=frame.pointers[x], w=frame.pointers[w], rows=_lead_index(lead, names), column=column,
+        K=depth, pair=pair, x=frame.pointers[x], w=frame.pointers[w], rows=lead_index("m", lead, names, SYNTAX), column=column,
         row_lines=nest.scopes[0].lines + row.lines, lines=inner.lines,
     )  # fmt: skip
-
-
-def _lead_index(lead: tuple[Size, ...], names: tuple[str, ...]) -> list[tuple[str, str]]:
-    """The leading index of flat row m."""
-    found, rest = [], "(int64_t)m"
-    for name, size in reversed(list(zip(names, lead, strict=True))):
-        outermost = name == names[0]
-        found.append((name, rest if outermost else f"{rest} % {SYNTAX.size(size)}"))
-        rest = f"{rest} / {SYNTAX.size(size)}"
-    return found
 
 
 def _kv_append(frame: _Frame) -> Source:

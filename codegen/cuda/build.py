@@ -1,4 +1,4 @@
-"""Compiles Triton sources to cubins. All of Triton stands behind this file, and no GPU is needed.
+"""Compiles sources in Triton and CUDA C++ to cubins. All of Triton stands behind this file, and no GPU is needed.
 
 Triton runs in processes of its own, started as `python -m aotc.codegen.cuda.build`, with none of the caller's TRITON_
 variables: the same source gives the same bytes. Cubins are cached by content.
@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from aotc import knobs
+from aotc.codegen.cuda import nvrtc
 from aotc.codegen.cuda.cubin import kernel_usage
 from aotc.codegen.cuda.frame import Source
 from aotc.codegen.cuda.limits import check
@@ -79,7 +80,10 @@ def compile_sources(
 
 
 def _compile(sources: list[Source], arch: str) -> Iterable[tuple[Source, Cubin]]:
-    """Compiles in as many processes as there are CPUs and as the number of kernels is worth."""
+    """Compiles in as many threads, or processes of Triton, as there are CPUs and as the number of kernels is worth."""
+    cpp, sources = ([s for s in sources if s.language == name] for name in ("cuda", "triton"))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        yield from zip(cpp, pool.map(lambda s: _compile_cpp(s, arch), cpp), strict=True)
     if not sources:
         return
     count = min(len(os.sched_getaffinity(0)), -(-len(sources) // _KERNELS_A_PROCESS))
@@ -102,6 +106,14 @@ def _compile(sources: list[Source], arch: str) -> Iterable[tuple[Source, Cubin]]
         finally:
             for process in processes:
                 process.close()
+
+
+def _compile_cpp(source: Source, arch: str) -> Cubin:
+    data = nvrtc.compile_cuda(source.symbol, source.text, arch)
+    registers, spill_bytes = kernel_usage(data)
+    if knobs.ptx():
+        data = nvrtc.compile_cuda(source.symbol, source.text, arch, ptx=True)
+    return Cubin(source.symbol, data, source.shared_bytes, source.num_warps, 1, 0, 0, registers, spill_bytes)
 
 
 class _Process:
@@ -153,7 +165,8 @@ def _triton_version() -> str:
 
 def _path(source: Source, arch: str) -> Path:
     digest = hashlib.sha256()
-    about = (source.signature, source.num_warps, source.num_stages, arch, OPTIONS, _triton_version(), knobs.ptx())
+    version = _triton_version() if source.language == "triton" else nvrtc.version()
+    about = (source.signature, source.num_warps, source.num_stages, arch, OPTIONS, version, knobs.ptx())
     for part in (source.text, *about):
         digest.update(repr(part).encode() + b"\0")
     return knobs.cache_dir() / "cubins" / digest.hexdigest()

@@ -1,4 +1,5 @@
-"""Runs programs on the CPU by what they will run on a GPU: the rendered Triton source, under Triton's interpreter.
+"""Runs programs on the CPU by what they will run on a GPU: the rendered source, under Triton's interpreter, or in CUDA
+C++ compiled for the CPU.
 
 Memory is real: one arena with the planned offsets, poisoned first, states in slots, and blocks of their own for
 weights, inputs and outputs, with guard bytes around each. So a wrong offset, grid, mask or argument order gives wrong
@@ -37,7 +38,7 @@ class Request:
     """What the interpreter's process gets: sources by symbol, blocks of bytes, the steps to run, and addresses to
     write into blocks before that."""
 
-    sources: dict[str, str]
+    sources: dict[str, Source]
     blocks: dict[str, np.ndarray]
     steps: list[Any]
     relocations: list[tuple[str, int, str]] = field(default_factory=list)
@@ -76,7 +77,7 @@ class _Replay:
 
     def run(self) -> dict[str, np.ndarray]:
         blocks = self._blocks()
-        sources = {s.symbol: s.text for s in self.sources.values()}
+        sources = {s.symbol: s for s in self.sources.values()}
         steps = self._steps(self.program.body)
         answer = run_request(Request(sources, blocks, steps, self.relocations))
         return {name: self._read(answer, self.program.buffers[b]) for name, b in self.program.outputs}

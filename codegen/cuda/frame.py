@@ -47,8 +47,22 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class TensorMap:
+    """What the hardware must know of a matrix [rows, columns] to copy boxes of it (TMA): argument number `argument`,
+    elements of 16 bits. Boxes lie in shared memory swizzled by 128 bytes; what is outside of the matrix is 0 there."""
+
+    argument: int
+    dtype: str
+    rows: int
+    columns: int
+    box_rows: int
+    box_columns: int
+
+
+@dataclass(frozen=True)
 class Source:
-    """Triton of one kernel; `symbol` names it by its content. `signature` has the types of its arguments."""
+    """Triton or CUDA C++ of one kernel; `symbol` names it by its content. `signature` has the types of its arguments.
+    Tensor maps are passed by value, behind all of them."""
 
     symbol: str
     text: str
@@ -58,6 +72,9 @@ class Source:
     num_stages: int
     scratch_bytes: Size = 0
     counter_bytes: Size = 0
+    language: str = "triton"
+    shared_bytes: int = 0  # of a kernel in CUDA C++: Triton says itself what it takes
+    maps: tuple[TensorMap, ...] = ()
 
 
 @cache
@@ -98,6 +115,10 @@ class Frame:
         """Whether a place in one of these tensors needs 64 bits."""
         return any(self.upper(v.type.size) >= 2**31 for v in values)
 
+    def summary(self) -> str:
+        """What the kernel computes, for the head of its source."""
+        return f"{', '.join(n.op for n in self.body.nodes)[:90]} -> {self.body.outputs[0].type}"
+
     def source(
         self, template: str, grid: Grid, num_warps: int, num_stages: int = 1, scratch_bytes: Size = 0,
         counter_bytes: Size = 0, wide: bool = False, **hooks: Any,
@@ -110,9 +131,8 @@ class Frame:
         own = [("dims", "*i32", 1), ("counters", "*i32", counter_bytes), ("scratch", "*fp32", scratch_bytes)]
         extra = [(name, type_) for name, type_, size in own if size != 0]
         types = [*(POINTER[v.type.dtype.name] for v in self.arguments), *(t for _, t in extra)]
-        summary = ", ".join(n.op for n in self.body.nodes)
         text = environment().get_template(f"{template}.py.j2").render(
-            name="__kernel__", summary=f"{summary[:90]} -> {self.body.outputs[0].type}", dims=dims, wide=wide,
+            name="__kernel__", summary=self.summary(), dims=dims, wide=wide,
             arguments=", ".join([f"p{i}" for i in range(len(self.arguments))] + [n for n, _ in extra]),
             code=lines, waits=waits(self.setting.arch), **hooks,
         )  # fmt: skip

@@ -6,6 +6,7 @@ import linecache
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from triton.language.extra.cuda import libdevice
 from triton.runtime import interpreter
 
 from aotc.codegen.cuda.fake_device import GUARD_BYTES, Request
+from aotc.codegen.cuda.frame import Source
+from aotc.codegen.cuda.host_cuda import load_cuda
 
 _GUARD = 0x5A
 _TORCH = {
@@ -68,7 +71,7 @@ def run(request: Request) -> dict[str, np.ndarray]:
     memory = Memory(request.blocks)
     for block, offset, target in request.relocations:
         memory.blocks[block][offset : offset + 8].view(np.uint64)[0] = memory.blocks[target].ctypes.data
-    kernels = {symbol: load(symbol, text) for symbol, text in request.sources.items()}
+    kernels = {symbol: load(source) for symbol, source in request.sources.items()}
     _execute(request.steps, kernels, memory)
     return memory.blocks
 
@@ -81,7 +84,7 @@ def _execute(steps: list[Any], kernels: dict[str, Any], memory: Memory) -> None:
             continue
         _, symbol, grid, places = step
         try:
-            kernels[symbol][grid](*(memory.tensor(kind, *place) for kind, place in places))
+            kernels[symbol](grid, [memory.tensor(kind, *place) for kind, place in places])
         except Exception as error:
             raise RuntimeError(f"kernel {symbol} failed: {error!r}") from error
         damaged = memory.damaged()
@@ -89,13 +92,16 @@ def _execute(steps: list[Any], kernels: dict[str, Any], memory: Memory) -> None:
             raise RuntimeError(f"kernel {symbol} wrote outside of {damaged}")
 
 
-def load(symbol: str, text: str) -> Any:
-    """The function of a source. Triton reads it again through linecache."""
-    file = f"<{symbol}>"
-    linecache.cache[file] = (len(text), None, text.splitlines(True), file)
+def load(source: Source) -> Callable[[tuple[int, int, int], list[torch.Tensor]], None]:
+    """The kernel of a source. Triton reads it again through linecache."""
+    if source.language == "cuda":
+        kernel = load_cuda(source.symbol, source.text, source.maps)
+        return lambda grid, tensors: kernel(grid, [t.data_ptr() for t in tensors])
+    file = f"<{source.symbol}>"
+    linecache.cache[file] = (len(source.text), None, source.text.splitlines(True), file)
     module: dict[str, Any] = {"__name__": "aotc_kernels"}
-    exec(compile(text, file, "exec"), module)
-    return module[symbol]
+    exec(compile(source.text, file, "exec"), module)
+    return lambda grid, tensors: module[source.symbol][grid](*tensors)
 
 
 def _elementwise(function: Any) -> Any:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from aotc.codegen.cuda.build import Cubin
-from aotc.codegen.cuda.frame import Grid, Setting, Source
+from aotc.codegen.cuda.frame import Grid, Setting, Source, TensorMap, waits
 from aotc.codegen.cuda.render import render
 from aotc.codegen.cuda.tables import Schedules
 from aotc.ir.program import ALIGNMENT, LINEAR_SPACES, Call, Program, Strides, area_of
@@ -19,7 +20,8 @@ class Launch:
 
     Parameters, all pointers: those of `arguments(program, call)`, then the dims (i32, in `dim_order`), then counters
     and scratch where their bytes are not 0, then Triton's global and profile scratch (null where the cubin's sizes
-    are 0). Calls share counters and scratch: they must not overlap. Counters are 0 before and after a call.
+    are 0); then, by value, tensor maps. Calls share counters and scratch: they must not overlap. Counters are 0 before
+    and after a call.
     """
 
     symbol: str
@@ -28,6 +30,7 @@ class Launch:
     shared: int
     scratch_bytes: Size = 0
     counter_bytes: Size = 0
+    maps: tuple[TensorMap, ...] = ()
 
     def grid_at(self, bounds: tuple[Dim, ...]) -> tuple[int, int, int]:
         """The grid at the upper bounds of a program's dims: surplus blocks leave early."""
@@ -78,10 +81,20 @@ def render_program(
     return {name: render(kernel, setting) for name, kernel in sorted(program.kernels.items())}
 
 
+def kernel_meta(cubin: Cubin, grid: Iterable[int], arch: str, maps: Iterable[TensorMap] = ()) -> dict[str, Any]:
+    """What a plan says of a kernel besides its cubin's path. `waits`: it starts before the kernel before it has ended, and
+    waits for it itself."""
+    facts = {k: v for k, v in asdict(cubin).items() if k not in ("data", "name")}
+    found = [asdict(m) for m in maps]
+    return {"grid": list(grid), **facts, "waits": waits(arch), **({"maps": found} if found else {})}
+
+
 def launches(sources: Mapping[str, Source], cubins: Mapping[str, Cubin]) -> dict[str, Launch]:
     """The launch of each kernel of a program, by the kernel's name."""
     return {
-        name: Launch(s.symbol, s.grid, cubins[s.symbol].num_warps, cubins[s.symbol].shared, s.scratch_bytes, s.counter_bytes)
+        name: Launch(
+            s.symbol, s.grid, cubins[s.symbol].num_warps, cubins[s.symbol].shared, s.scratch_bytes, s.counter_bytes, s.maps
+        )
         for name, s in sources.items()
     }
 

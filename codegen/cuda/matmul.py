@@ -1,11 +1,11 @@
-"""Renders linear layers: `matvec` for one row, `skinny` for up to 64, `matmul` for more."""
+"""Renders linear layers: `matvec` for one row, `skinny` for up to 64, `matmul`, or `wgmma` on Hopper, for more."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aotc.codegen.cuda import schedule
+from aotc.codegen.cuda import schedule, wgmma
 from aotc.codegen.cuda.frame import SYNTAX, Frame, Grid, Source, lead, only, waits
 from aotc.codegen.cuda.nest import power_of_two
 from aotc.codegen.loops import Index, add, to_primitives
@@ -56,7 +56,7 @@ class Norm:
 
 
 def matmul(frame: Frame) -> Source:
-    frame = frame.widest()  # so is the template's choice, and nothing here takes memory by the row
+    own, frame = frame, frame.widest()  # so is the template's choice, and nothing here takes memory by the row
     norm, scale, squares = (
         next((n for n in frame.body.nodes if n.op == op), None) for op in ("rms_norm", "rms_scale", "sums_of_squares")
     )
@@ -67,7 +67,7 @@ def matmul(frame: Frame) -> Source:
     columns, depth = w.type.ints
     parts = 2 if out.type.shape != dot.out.type.shape else 1  # a gated layer: both halves of a column at once
     width, rows = columns // parts, product(x.type.shape[:-1])
-    layer = _Layer(frame, body, dot, norm, width, parts, rows, scale, squares)
+    layer = Layer(frame, body, dot, norm, width, parts, rows, own.upper(rows), scale, squares)
     upper = frame.upper(rows)
     if upper == 1:
         return _matvec(layer, schedule.MATVEC.choose(frame.setting, layer.shape))
@@ -75,11 +75,13 @@ def matmul(frame: Frame) -> Source:
         tile = schedule.SKINNY.choose(frame.setting, layer.shape)
         return _skinny(layer, tile, tile.splits)
     assert scale is None and squares is None, "norms are deferred for few rows alone"
+    if wgmma.takes(layer, upper):
+        return wgmma.wgmma(layer)
     return _matmul(layer, schedule.MATMUL.choose(frame.setting, layer.shape))
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """A linear layer: its product, what may be normalised before it, and the size of its output."""
 
     frame: Frame
@@ -89,6 +91,7 @@ class _Layer:
     width: int
     parts: int  # 2: both halves of a gated layer
     rows: Size
+    most: int  # rows that there is memory for
     scale: Node | None = None
     squares: Node | None = None
 
@@ -127,7 +130,7 @@ class _Layer:
         return Scale(self.frame.pointers[sums], self.frame.upper(sums.type.shape[-1]), at.size, SYNTAX.literal(at.eps, f32))
 
 
-def _matvec(layer: _Layer, tile: schedule.Tile) -> Source:
+def _matvec(layer: Layer, tile: schedule.Tile) -> Source:
     frame, norm = layer.frame, layer.norm
     hooks: dict[str, Any] = layer.hooks(tile) | {"norm": None}
     if norm is not None:
@@ -140,7 +143,7 @@ def _matvec(layer: _Layer, tile: schedule.Tile) -> Source:
     )
 
 
-def _skinny(layer: _Layer, tile: schedule.Tile, splits: int) -> Source:
+def _skinny(layer: Layer, tile: schedule.Tile, splits: int) -> Source:
     frame = layer.frame
     blocks = ceildiv(layer.width, tile.n)
     span = -(-layer.depth // (splits * tile.k)) * tile.k
@@ -154,7 +157,7 @@ def _skinny(layer: _Layer, tile: schedule.Tile, splits: int) -> Source:
     )  # fmt: skip
 
 
-def _matmul(layer: _Layer, tile: schedule.Tile) -> Source:
+def _matmul(layer: Layer, tile: schedule.Tile) -> Source:
     grid = (ceildiv(layer.rows, tile.m), ceildiv(layer.width, tile.n), 1)
     arch, x = layer.frame.setting.arch, layer.dot.inputs[0]
     maps = waits(arch) and x.type.dtype.itemsize == 2 and layer.depth % 8 == 0  # TMA: rows of whole 16 bytes
@@ -164,12 +167,12 @@ def _matmul(layer: _Layer, tile: schedule.Tile) -> Source:
     )  # fmt: skip
 
 
-def _tile_lines(layer: _Layer, tile: schedule.Tile) -> list[str]:
+def _tile_lines(layer: Layer, tile: schedule.Tile) -> list[str]:
     """The epilogue of a tile of sums over rows `m` and columns `c`."""
     return _sums_lines(layer, "m", ("m", tile.m, "live_m"), ("c", tile.n, "live_c"))
 
 
-def _sums_lines(layer: _Layer, row: str, *vectors: tuple[str, int, str]) -> list[str]:
+def _sums_lines(layer: Layer, row: str, *vectors: tuple[str, int, str]) -> list[str]:
     """What becomes of the sums `acc0` and `acc1`, which have these (name, lanes, mask) of vectors; where there is a
     scale, `rms` has the lanes of the first."""
     dot = layer.dot

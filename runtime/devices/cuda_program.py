@@ -175,10 +175,27 @@ class CudaProgram:
         params.blockDimX, params.blockDimY, params.blockDimZ = 32 * meta["num_warps"], 1, 1
         params.sharedMemBytes = meta["shared"]
         values = np.array([self._argument(a) for a in call.args], np.uint64)
-        # The driver copies the arguments while it adds the node: these arrays need not outlive that call.
-        self._values, self._places = values, values.ctypes.data + 8 * np.arange(len(values), dtype=np.uint64)
-        params.kernelParams = self._places.ctypes.data
+        maps = [self._tensor_map(m, int(values[m["argument"]])) for m in meta.get("maps", ())]
+        places = [values.ctypes.data + 8 * n for n in range(len(values))] + [int(m.getPtr()) for m in maps]
+        # The driver copies the arguments while it adds the node: these need not outlive that call.
+        self._arguments = values, maps, np.array(places, np.uint64)
+        params.kernelParams = self._arguments[-1].ctypes.data
         return params
+
+    def _tensor_map(self, meta: Mapping[str, Any], address: int) -> Any:
+        """What `aotc.codegen.cuda.frame.TensorMap` says of an argument, as the driver encodes it."""
+        driver = self._device.driver
+        kind = driver.CUtensorMapDataType
+        element = {"bf16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}
+        wide, narrow = driver.cuuint64_t, driver.cuuint32_t
+        return self._device.call(
+            "cuTensorMapEncodeTiled", element[meta["dtype"]], 2, address, [wide(meta["columns"]), wide(meta["rows"])],
+            [wide(2 * meta["columns"])], [narrow(meta["box_columns"]), narrow(meta["box_rows"])], [narrow(1), narrow(1)],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )  # fmt: skip
 
     def _argument(self, argument: Any) -> int:
         if isinstance(argument, Address):

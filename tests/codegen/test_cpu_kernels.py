@@ -222,7 +222,7 @@ def test_linear_layers_on_every_level(check_cpu, level, dtype):
 
 def test_a_wrong_kernel_is_found(check_cpu, monkeypatch):
     """The check itself can fail: a kernel built from a wrong template is named."""
-    from aotc.codegen.cpu.syntax import CppSyntax
+    from aotc.codegen.cpp import CppSyntax
 
     original = CppSyntax.call
 

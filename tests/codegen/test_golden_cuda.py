@@ -1,4 +1,4 @@
-"""The Triton source of one layer's kernels, as files: a change of a template shows in review as what it changes."""
+"""The source of one layer's kernels, as files: a change of a template shows in review as what it changes."""
 
 import json
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from aotc.codegen.cuda.launch import dim_order, render_program
 from aotc.codegen.cuda.render import TEMPLATES
+from aotc.codegen.cuda.wgmma import HEAD_END
 from aotc.compiler import make_program
 from aotc.frontend.checkpoint import open_checkpoint
 from aotc.frontend.decoder import trace_decoder
@@ -45,7 +46,8 @@ def test_sources(graph, name, arch, update_golden):
         if source.symbol not in seen and not source.symbol.startswith("sample"):  # long, and the same in all of them
             seen.add(source.symbol)
             launch = f"grid {', '.join(map(str, source.grid))}; {source.num_warps} warps, {source.num_stages} stages"
-            text += f"# {launch}\n{source.text.strip()}\n\n\n"
+            own = source.text.rpartition(HEAD_END)[2]  # without the header that all kernels in CUDA C++ begin with
+            text += f"# {launch}\n{own.strip()}\n\n\n"
     path = GOLDEN / f"{name}_{arch}.txt"
     if update_golden:
         path.write_text(text)

@@ -49,6 +49,12 @@ class FakeDriver:
     CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
     CUgraphDependencyType = SimpleNamespace(CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC=1)
     CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
+    CUtensorMapDataType = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16=9, CU_TENSOR_MAP_DATA_TYPE_FLOAT16=6)
+    CUtensorMapInterleave = SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE=0)
+    CUtensorMapSwizzle = SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_128B=3)
+    CUtensorMapL2promotion = SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_256B=3)
+    CUtensorMapFloatOOBfill = SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0)
+    cuuint64_t = cuuint32_t = int
 
     def __init__(self, capability: tuple[int, int] = (9, 0), gpus: int = 1, version: int = 13000, free: int = 1 << 34) -> None:
         self.capability, self.gpus, self.version, self.free = capability, gpus, version, free
@@ -64,6 +70,7 @@ class FakeDriver:
         self.things: dict[int, str] = {}
         self.images: dict[int, bytes] = {}  # of modules
         self.graphs: dict[int, list[SimpleNamespace]] = {}  # by graph or executable
+        self.maps: list[Any] = []  # tensor maps
         self.edges: list[tuple[int, int]] = []  # (from_port, type)
         self.launched: list[int] = []
         self.uploaded: set[int] = set()
@@ -245,6 +252,17 @@ class FakeDriver:
         params.arguments = [ctypes.c_uint64.from_address(place).value for place in places]
         self.graphs[graph].append(params)
         return len(self.graphs[graph]) - 1
+
+    def do_cuTensorMapEncodeTiled(  # noqa: N802
+        self, kind: int, rank: int, address: int, sizes: list, strides: list, box: list, steps: list, *modes: int
+    ) -> SimpleNamespace:
+        """A map as 16 words: what the driver was told. The whole matrix must lie in memory."""
+        assert rank == 2 and steps == [1, 1] and modes == (0, 3, 3, 0) and address % 16 == strides[0] % 16 == 0
+        assert box[0] * 2 <= 128 and box[1] <= 256, "a box wider than its swizzle, or too tall"
+        assert self._holds(self.blocks, address, strides[0] * sizes[1])
+        words = (ctypes.c_uint64 * 16)(kind, address, *sizes, *strides, *box)
+        self.maps.append(words)
+        return SimpleNamespace(getPtr=lambda: ctypes.addressof(words))
 
     def do_cuGraphAddDependencies(self, graph: int, before: list, after: list, edges: list, count: int) -> None:  # noqa: N802
         assert after[0] == before[0] + 1, "a chain"

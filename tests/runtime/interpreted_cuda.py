@@ -1,5 +1,5 @@
-"""The fake driver with kernels that compute: a launched graph's Triton source runs under Triton's interpreter, on the
-memory that the graph's arguments name."""
+"""The fake driver with kernels that compute: the source of a launched graph's kernels runs on the CPU, on the memory
+that the graph's arguments name."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class InterpretedDriver(FakeDriver):
             grid = (node.gridDimX, node.gridDimY, node.gridDimZ)
             signature = self.sources[node.func].signature
             steps.append(("call", node.func, grid, list(zip(signature, places, strict=True))))
-        texts = {node.func: self.sources[node.func].text for node in self.graphs[executable]}
+        sources = {node.func: self.sources[node.func] for node in self.graphs[executable]}
         blocks = {str(address): np.ctypeslib.as_array(block).copy() for address, block in self.blocks.items()}
-        for address, data in run_request(Request(texts, blocks, steps)).items():
+        for address, data in run_request(Request(sources, blocks, steps)).items():
             ctypes.memmove(int(address), np.ascontiguousarray(data).ctypes.data, len(self.blocks[int(address)]))
 
     def _place(self, address: int) -> tuple[str, int]:

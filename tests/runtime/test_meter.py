@@ -31,10 +31,10 @@ class Driver(FakeDriver):
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.texts, self.signatures, self.seen = {}, {}, []
+        self.sources, self.seen = {}, []
 
     def expect(self, source):
-        self.texts[source.symbol], self.signatures[source.symbol] = source.text, source.signature
+        self.sources[source.symbol] = source
         self.arity[source.symbol] = len(source.signature) + 2
 
     def do_cuDeviceGetAttribute(self, attribute, device):
@@ -48,10 +48,10 @@ class Driver(FakeDriver):
         (node,) = nodes
         blocks = {str(a): np.ctypeslib.as_array(b).copy() for a, b in self.blocks.items()}
         self.seen.append((node, blocks))
-        places = list(zip(self.signatures[node.func], [(str(a), 0) for a in node.arguments[:-2]], strict=True))
+        places = list(zip(self.sources[node.func].signature, [(str(a), 0) for a in node.arguments[:-2]], strict=True))
         grid = (node.gridDimX, node.gridDimY, node.gridDimZ)
         steps = [("call", node.func, grid, places)]
-        for address, data in run_request(Request({node.func: self.texts[node.func]}, blocks, steps)).items():
+        for address, data in run_request(Request({node.func: self.sources[node.func]}, blocks, steps)).items():
             ctypes.memmove(int(address), np.ascontiguousarray(data).ctypes.data, len(self.blocks[int(address)]))
 
 

@@ -1,4 +1,4 @@
-"""How loop nests are written in C++."""
+"""How loop nests are written in C++, for CPUs and for kernels in CUDA C++."""
 
 from __future__ import annotations
 
@@ -43,8 +43,12 @@ class CppSyntax:
             return str(size)
         return "(" + " + ".join(self._monomial(atoms, coef) for atoms, coef in size.terms) + ")"
 
+    def dim(self, name: str) -> str:
+        """The variable of a dim."""
+        return name
+
     def _monomial(self, atoms: tuple[Any, ...], coef: int) -> str:
-        factors = [f"({self.size(a.num)} / {a.den})" if isinstance(a, FloorDiv) else a for a in atoms]
+        factors = [f"({self.size(a.num)} / {a.den})" if isinstance(a, FloorDiv) else self.dim(a) for a in atoms]
         return " * ".join(factors + ([str(coef)] if coef != 1 or not factors else []))
 
     def declare(self, dtype: DType, name: str, expression: str) -> str:
@@ -138,3 +142,12 @@ class CppSyntax:
             return f"(({n}) / 16 * {depth} + {k}) * 16 + ({n}) % 16"
         assert packing == "n16k2", packing
         return f"(({n}) / 16 * (({depth} + 1) / 2) + ({k}) / 2) * 32 + ({n}) % 16 * 2 + ({k}) % 2"
+
+
+def lead_index(flat: str, lead: tuple[Size, ...], names: tuple[str, ...], syntax: CppSyntax) -> list[tuple[str, str]]:
+    """The leading index of a flat row: (name, expression) of each axis."""
+    found, rest = [], f"(int64_t){flat}"
+    for name, size in reversed(list(zip(names, lead, strict=True))):
+        found.append((name, rest if name == names[0] else f"{rest} % {syntax.size(size)}"))
+        rest = f"{rest} / {syntax.size(size)}"
+    return found

@@ -1,0 +1,54 @@
+"""Runs kernels in CUDA C++ on a CPU: compiled with `lib/hopper_host.h` in place of `lib/hopper.cuh`. For tests."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from aotc.codegen.cpu.build import compiler, run_tool
+from aotc.codegen.cuda.frame import TensorMap
+from aotc.codegen.cuda.wgmma import HEAD_END, header
+
+_RUN = """
+static void** arguments;
+static const TensorMap* maps;
+extern "C" void run_on_host(void** values, const TensorMap* tensor_maps, int blocks) {{
+  arguments = values, maps = tensor_maps;
+  host::threads = THREADS, host::grid = {{blocks, 1, 1}};
+  host::body = [] {{ {symbol}({arguments}); }};
+  for (int block = 0; block < blocks; block += CLUSTER) host::run_cluster(block, CLUSTER);
+}}
+"""
+
+
+class _Map(ctypes.Structure):
+    """`TensorMap` of the header."""
+
+    _fields_ = [
+        ("base", ctypes.c_void_p), ("rows", ctypes.c_int64), ("columns", ctypes.c_int64), ("box_rows", ctypes.c_int64),
+        ("box_columns", ctypes.c_int64), ("rest", ctypes.c_char * 88),
+    ]  # fmt: skip
+
+
+def load_cuda(symbol: str, text: str, maps: tuple[TensorMap, ...]) -> Callable[..., None]:
+    """The kernel of a source, called as `kernel(grid, addresses)`. Raises CompilerError."""
+    body = text.partition(HEAD_END)[2]
+    types = re.findall(r"(\w+)\* (?:p\d+|dims)\b", body.partition("{\n")[0].partition("KERNEL")[2])
+    places = [f"({kind}*)arguments[{n}]" for n, kind in enumerate(types)] + ["nullptr", "nullptr"]
+    places += [f"maps[{n}]" for n in range(len(maps))]
+    with tempfile.TemporaryDirectory(prefix="aotc-") as folder:
+        source, library = Path(folder) / f"{symbol}.cpp", Path(folder) / f"{symbol}.so"
+        source.write_text(header("hopper_host.h") + body + _RUN.format(symbol=symbol, arguments=", ".join(places)))
+        run_tool([compiler(), "-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-o", str(library), str(source)], symbol)
+        function = ctypes.CDLL(str(library)).run_on_host
+
+    def call(grid: tuple[int, int, int], addresses: list[int]) -> None:
+        made = (_Map * len(maps))(
+            *((addresses[m.argument], m.rows, m.columns, m.box_rows, m.box_columns) for m in maps)
+        )
+        function((ctypes.c_void_p * len(addresses))(*addresses), made, grid[0])
+
+    return call

@@ -1,0 +1,113 @@
+// What kernels in CUDA C++ for sm90a are written with: element types, barriers, copies of tiles (TMA), products of a
+// warpgroup (wgmma), dependent launches. PTX ISA 8.0. No headers of CUDA are needed.
+#pragma once
+typedef unsigned char uint8_t;
+typedef signed char int8_t;
+typedef unsigned short uint16_t;
+typedef short int16_t;
+typedef unsigned int uint32_t;
+typedef int int32_t;
+typedef unsigned long long uint64_t;
+typedef long long int64_t;
+
+#define KERNEL extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+#define GRID_CONSTANT const __grid_constant__
+#define DEVICE __device__ __forceinline__
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+DEVICE float to_f32(float x) { return x; }
+DEVICE float to_f32(bf16 x) { return __uint_as_float((uint32_t)x.bits << 16); }
+DEVICE float to_f32(f16 x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+template <class T> DEVICE T from_f32(float x);
+template <> DEVICE float from_f32<float>(float x) { return x; }
+template <> DEVICE bf16 from_f32<bf16>(float x) {
+  uint16_t bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bf16{bits};
+}
+template <> DEVICE f16 from_f32<f16>(float x) {
+  uint16_t bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return f16{bits};
+}
+
+// Two neighbours at once.
+template <class T> struct alignas(2 * sizeof(T)) Pair { T first, second; };
+
+// A tensor map, as cuTensorMapEncodeTiled makes it.
+struct alignas(64) TensorMap { char opaque[128]; };
+
+DEVICE float fast_exp(float x) { return __expf(x); }
+DEVICE float fast_erf(float x) { return erff(x); }
+// As in numpy: a NaN wins.
+template <class A> DEVICE A maximum(A a, A b) { return a > b || a != a ? a : b; }
+template <class A> DEVICE A minimum(A a, A b) { return a < b || a != a ? a : b; }
+template <class A> DEVICE A absolute(A x) { return x < 0 ? -x : x; }
+
+DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+// From a multiple of 1024 on, as swizzled tiles need it.
+DEVICE char* shared_memory() {
+  extern __shared__ char memory[];
+  return memory + (-shared_address(memory) & 1023);
+}
+DEVICE uint32_t rank_in_cluster() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+DEVICE void cluster_barrier() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+DEVICE void barrier_init(uint64_t* b, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+DEVICE void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void barrier_expect(uint64_t* b, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+DEVICE void barrier_wait(uint64_t* b, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra ready;\n"
+      "bra wait;\nready:\n}" ::"r"(shared_address(b)), "r"(parity) : "memory");
+}
+// Arrives at the barrier of this name in another block of the cluster, or in the own one. With the default scope (the
+// block): nothing was written that others read, and a wider one would wait for all stores of the thread each time.
+DEVICE void barrier_arrive(uint64_t* b, uint32_t rank) {
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(b)), "r"(rank) : "memory");
+}
+
+// Copies the box of a tensor map whose first element is (k, row) to the same place of several blocks of the cluster; its
+// bytes count at the barrier `b` of each.
+DEVICE void copy_tile_to(uint16_t blocks, void* to, const TensorMap* map, int k, int row, uint64_t* b) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(shared_address(to)), "l"(map), "r"(shared_address(b)), "h"(blocks),
+      "r"(k), "r"(row) : "memory");
+}
+DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
+// Rows of 64 16-bit elements, swizzled by 128 bytes, in groups of 8 rows: what a product reads from `p` on.
+DEVICE uint64_t matrix(const void* p) {
+  return (uint64_t)(shared_address(p) >> 4 & 0x3FFF) | (uint64_t)(1024 >> 4) << 32 | (uint64_t)1 << 62;
+}
+// d [64, n] += x [64, 16] * w [n, 16]^T, or =, in the registers of a warpgroup: `d` has those of a thread.
+template <class Element, int COLUMNS> DEVICE void multiply(float* d, uint64_t x, uint64_t w, int add);
+DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+DEVICE void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int OPEN> DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(OPEN) : "memory"); }
+
+template <int REGISTERS> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+template <int REGISTERS> DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
+
+// A kernel starts while the one before it still runs, and waits for that one's results.
+DEVICE void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+DEVICE void wait_for_kernel_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

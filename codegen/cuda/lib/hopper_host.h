@@ -1,0 +1,200 @@
+// The functions of `hopper.cuh` on a CPU: the threads of a cluster are fibers that take turns, shared memory is
+// poisoned, copies and products are done at once. For tests.
+#pragma once
+#include <math.h>
+#include <stdint.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+#include <vector>
+
+#define KERNEL extern "C" void
+#define GRID_CONSTANT const
+#define DEVICE static inline
+
+namespace host {
+struct Index { int x, y, z; };
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool ended;
+};
+struct Barrier { int16_t pending, arrivals; int32_t bytes : 31; uint32_t phase : 1; };
+static_assert(sizeof(Barrier) == 8, "a barrier is a word of 64 bits");
+constexpr int SHARED_BYTES = 227 << 10;
+
+inline ucontext_t scheduler;
+inline std::vector<Fiber> fibers;
+inline std::vector<char*> shared;  // of each block of the cluster
+inline Index thread, block, grid;
+inline int threads, met, meetings, idle_turns;
+inline void (*body)();
+
+inline void fail(const char* why) {
+  fprintf(stderr, "%s in block %d, thread %d\n", why, block.x, thread.x);
+  abort();
+}
+inline int fiber() { return block.x % (int)shared.size() * threads + thread.x; }
+inline void yield() { swapcontext(&fibers[fiber()].context, &scheduler); }
+inline void enter() {
+  body();
+  fibers[fiber()].ended = true;
+  yield();
+}
+inline char* of_block(const void* p, int rank) {
+  const int own = block.x % (int)shared.size();
+  const ptrdiff_t offset = (const char*)p - shared[own];
+  if (offset < 0 || offset >= SHARED_BYTES) fail("an address outside of shared memory");
+  return shared[rank] + offset;
+}
+inline void settle(Barrier* b) {
+  if (b->pending || b->bytes) return;
+  b->phase ^= 1;
+  b->pending = b->arrivals;
+}
+inline void run_cluster(int first, int cluster) {
+  shared.resize(cluster);
+  for (char*& memory : shared) {
+    memory = (char*)aligned_alloc(1024, SHARED_BYTES + 1024);
+    memset(memory, 0xA5, SHARED_BYTES);
+  }
+  met = meetings = idle_turns = 0;
+  fibers.clear();
+  fibers.resize(cluster * threads);
+  for (Fiber& f : fibers) {
+    f.stack.resize(64 << 10);
+    f.ended = false;
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data();
+    f.context.uc_stack.ss_size = f.stack.size();
+    makecontext(&f.context, enter, 0);
+  }
+  for (bool active = true; active;) {
+    active = false;
+    if (++idle_turns > 100000) fail("nothing moves any more");
+    for (size_t i = 0; i < fibers.size(); ++i) {
+      if (fibers[i].ended) continue;
+      block = {first + (int)i / threads, 0, 0};
+      thread = {(int)i % threads, 0, 0};
+      swapcontext(&scheduler, &fibers[i].context);
+      active |= !fibers[i].ended;
+    }
+  }
+  for (char* memory : shared) free(memory);
+}
+}  // namespace host
+
+#define threadIdx host::thread
+#define blockIdx host::block
+#define gridDim host::grid
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+DEVICE float to_f32(float x) { return x; }
+DEVICE float to_f32(bf16 x) {
+  const uint32_t bits = (uint32_t)x.bits << 16;
+  float y;
+  memcpy(&y, &bits, 4);
+  return y;
+}
+DEVICE float to_f32(f16 x) {
+  _Float16 y;
+  memcpy(&y, &x, 2);
+  return (float)y;
+}
+template <class A> DEVICE A from_f32(float x);
+template <> inline float from_f32<float>(float x) { return x; }
+template <> inline bf16 from_f32<bf16>(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  return bf16{(uint16_t)(x != x ? 0x7fff : (u + 0x7fffu + (u >> 16 & 1)) >> 16)};
+}
+template <> inline f16 from_f32<f16>(float x) {
+  const _Float16 y = (_Float16)x;
+  f16 z;
+  memcpy(&z, &y, 2);
+  return z;
+}
+template <class A> struct alignas(2 * sizeof(A)) Pair { A first, second; };
+
+DEVICE float fast_exp(float x) { return expf(x); }
+DEVICE float fast_erf(float x) { return erff(x); }
+template <class A> DEVICE A maximum(A a, A b) { return a > b || a != a ? a : b; }
+template <class A> DEVICE A minimum(A a, A b) { return a < b || a != a ? a : b; }
+template <class A> DEVICE A absolute(A x) { return x < 0 ? -x : x; }
+
+// What the tensor map of a matrix of 16-bit elements says.
+struct alignas(64) TensorMap { const char* base; int64_t rows, columns, box_rows, box_columns; char rest[88]; };
+
+DEVICE char* shared_memory() { return host::shared[host::block.x % (int)host::shared.size()]; }
+DEVICE int rank_in_cluster() { return host::block.x % (int)host::shared.size(); }
+DEVICE void cluster_barrier() {
+  const int generation = host::meetings;
+  if (++host::met == (int)host::fibers.size()) host::met = 0, ++host::meetings;
+  while (host::meetings == generation) host::yield();
+  host::idle_turns = 0;
+}
+DEVICE void barrier_init(uint64_t* b, int arrivals) {
+  *(host::Barrier*)b = host::Barrier{(int16_t)arrivals, (int16_t)arrivals, 0, 0};
+}
+DEVICE void barriers_are_ready() {}
+DEVICE void barrier_expect(uint64_t* b, int bytes) {
+  host::Barrier* const at = (host::Barrier*)b;
+  if (--at->pending < 0) host::fail("more arrivals than a barrier has");
+  at->bytes += bytes;
+  host::settle(at);
+}
+DEVICE void barrier_wait(uint64_t* b, int parity) {
+  while (((host::Barrier*)b)->phase == (uint32_t)parity) host::yield();
+  host::idle_turns = 0;
+}
+DEVICE void barrier_arrive(uint64_t* b, int rank) {
+  host::Barrier* const at = (host::Barrier*)host::of_block(b, rank);
+  if (--at->pending < 0) host::fail("more arrivals than a barrier has");
+  host::settle(at);
+}
+
+// 128-byte rows in groups of 8: bits 4 to 6 of an address are xored with bits 7 to 9.
+DEVICE char* swizzled(char* p) { return (char*)((uintptr_t)p ^ ((uintptr_t)p >> 7 & 7) << 4); }
+DEVICE void copy_tile_to(uint16_t blocks, void* to, const TensorMap* map, int k, int row, uint64_t* b) {
+  for (int rank = 0; rank < (int)host::shared.size(); ++rank) {
+    if (!(blocks >> rank & 1)) continue;
+    char* const target = host::of_block(to, rank);
+    if ((uintptr_t)target % 1024) host::fail("a tile that is not aligned");
+    for (int64_t r = 0; r < map->box_rows; ++r)
+      for (int64_t c = 0; c < map->box_columns; ++c) {
+        uint16_t value = 0;
+        if (row + r < map->rows && k + c < map->columns) memcpy(&value, map->base + 2 * ((row + r) * map->columns + k + c), 2);
+        memcpy(swizzled(target + 128 * r + 2 * c), &value, 2);
+      }
+    host::Barrier* const at = (host::Barrier*)host::of_block(b, rank);
+    at->bytes -= (int)(map->box_rows * map->box_columns * 2);
+    host::settle(at);
+  }
+}
+DEVICE void prefetch_map(const TensorMap*) {}
+
+DEVICE uint64_t matrix(const void* p) { return (uint64_t)(uintptr_t)p >> 4; }
+DEVICE void products_begin() {}
+DEVICE void products_end() {}
+template <int OPEN> DEVICE void products_wait() {}
+template <int REGISTERS> DEVICE void take_registers() {}
+template <int REGISTERS> DEVICE void leave_registers() {}
+template <class Element, int COLUMNS> DEVICE void multiply(float* d, uint64_t x, uint64_t w, int add) {
+  const auto element = [](uint64_t matrix, int row, int k) {
+    Element e;
+    memcpy(&e, swizzled((char*)(uintptr_t)(matrix << 4) + 128 * row + 2 * k), 2);
+    return to_f32(e);
+  };
+  const int lane = host::thread.x % 32, warp = host::thread.x / 32 % 4;
+  for (int i = 0; i < COLUMNS / 2; ++i) {
+    const int row = 16 * warp + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+    float sum = add ? d[i] : 0;
+    for (int k = 0; k < 16; ++k) sum += element(x, row, k) * element(w, column, k);
+    d[i] = sum;
+  }
+}
+DEVICE void launch_dependents() {}
+DEVICE void wait_for_kernel_before() {}
