@@ -7,6 +7,7 @@ work, views, gathers, reductions and what follows them; and `side_by_side`, seve
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from aotc.ir.graph import Graph, Node, Value
@@ -24,7 +25,9 @@ REDUCING = {"reduce", "arg_reduce", "reduce_window", "rms_norm", "layer_norm", "
 CHEAP = {"convert", "add", "multiply", "subtract", "select", "negate", "maximum", "minimum"}
 """Worth computing again in each pass of a normalisation."""
 WHOLE = {"kv_append", "attention", "self_attention", "sample", "scan", "sort", "top_k"}
-"""Ops with a template of their own. Producers of k and v go into kv_append."""
+"""Ops with a template of their own."""
+_KEYS, _QUERY = {"kv_append": slice(1, 3)}, {"attention": slice(0, 1)}
+"""What of their inputs the templates of these ops compute: rope of keys, for one."""
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Group:
     root: Node
     members: set[Node] = field(default_factory=set)
     also: tuple[Node, ...] = ()  # members whose outputs are the kernel's too, after the root's
+    takes: Mapping[str, slice] = field(default_factory=dict)  # by op: the inputs that the kernel computes itself
 
 
 def is_packed_linear(node: Node) -> bool:
@@ -129,7 +133,7 @@ class _Fuser:
         if append is None or append.op != "kv_append" or q.type.shape[0] != seq_lens.type.shape[0]:
             return
         if self.users[append.out] == [attention]:
-            group = Group("attention_decode", attention, {attention, append}, (append,))
+            group = Group("attention_decode", attention, {attention, append}, (append,), _KEYS | _QUERY)
             self.group.update((n, group) for n in group.members)
 
     def _next_elementwise(self, value: Value, readers: list[Node]) -> list[Node]:
@@ -155,7 +159,7 @@ class _Fuser:
 
     def _place(self, node: Node) -> None:
         """Joins the only group that reads the node, or opens one."""
-        target = Group(node.op if node.op in WHOLE else "loops", node)
+        target = Group(node.op if node.op in WHOLE else "loops", node, takes=self._takes(node))
         reads = self._reads(node.outputs[0]) if node.op not in WHOLE else None
         if reads:
             groups = {id(self.group[r.reader]): self.group[r.reader] for r in reads if r.reader in self.group}
@@ -164,6 +168,10 @@ class _Fuser:
                 (target,) = groups.values()
         target.members.add(node)
         self.group[node] = target
+
+    def _takes(self, node: Node) -> Mapping[str, slice]:
+        query = _QUERY if self.templates.attention_query else {}
+        return {"kv_append": _KEYS, "attention": query}.get(node.op, {})
 
     def _reads(self, value: Value) -> list[Read] | None:
         """Who reads a value, seen through views; None where it, or a view of it, must be in memory."""
@@ -281,10 +289,10 @@ def inlines(group: Group, reader: Node, value: Value) -> bool:
         return True
     if group.kind == "matmul":
         return reader.op != "dot_general"
-    if group.kind in ("kv_append", "attention_decode"):
-        taken = {"kv_append": reader.inputs[1:3], "attention": reader.inputs[:1]}.get(reader.op)
-        return taken is None or (value in taken and reader.inputs.count(value) == 1)
-    return False
+    if not group.takes:
+        return False
+    taken = reader.inputs[group.takes[reader.op]] if reader.op in group.takes else None
+    return taken is None or (value in taken and reader.inputs.count(value) == 1)
 
 
 def _is_elementwise(node: Node) -> bool:

@@ -12,6 +12,7 @@ from aotc.codegen.cuda.syntax import STORAGE
 from aotc.codegen.loops import to_primitives
 from aotc.ir.dtypes import f32
 from aotc.ir.graph import Value
+from aotc.ir.sizes import ceildiv
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,20 @@ def kv_append(frame: Frame) -> Source:
     node = only(body, "kv_append")
     kv, k, v, positions, rows, index = node.inputs
     nest = frame.nest(body, wide=False)
-    tokens, heads, d = k.type.shape
-    tokens_a_block = kv.type.shape[3]
-    nest.scopes[0].variables |= {"t", "h", "place"}
-    c = nest.block(SYNTAX.size(d))
-    for value, start in ((k, "place"), (v, f"place + {heads * tokens_a_block * d}")):
-        name = nest.emit(value, ("t", "h", c))
-        nest.line(nest.syntax.store("keys", kv.type.dtype, f"({start} + {c})", name, nest.mask(c)))
+    tokens, heads, d = (k.type.shape[0], *(frame.upper(s) for s in k.type.shape[1:]))
+    lanes = power_of_two(d)
+    block = max(schedule.POINTWISE_BLOCK // lanes, 1)
+    nest.vector("t", block, "live")
+    nest.vector("c", lanes, "live_c" if lanes > d else "")
+    nest.vectors["place"] = nest.axes("t")
+    nest.scopes[0].variables |= {"t", "h", "c", "place"}
+    for value, start in ((k, "place"), (v, f"place + {heads * frame.upper(kv.type.shape[3]) * d}")):
+        name = nest.emit(value, ("t", "h", "c"))
+        nest.line(nest.syntax.store("keys", kv.type.dtype, f"({start} + c)", name, nest.mask("t", "c")))
     return frame.source(
-        "kv_append", (tokens, heads, 1), 1, tokens=SYNTAX.size(tokens), cache=cache_of(frame, kv, index),
-        positions=frame.pointers[positions], owners=frame.pointers[rows], lines=nest.scopes[0].lines,
+        "kv_append", (ceildiv(tokens, block), heads, 1), 4, tokens=SYNTAX.size(tokens), cache=cache_of(frame, kv, index),
+        positions=frame.pointers[positions], owners=frame.pointers[rows], block=block, lanes=lanes, d=d,
+        lines=nest.scopes[0].lines,
     )  # fmt: skip
 
 
@@ -86,28 +91,31 @@ def attention_decode(frame: Frame) -> Source:
 
 
 def attention(frame: Frame) -> Source:
-    node = only(frame.body, "attention")
-    q, _, query_start, seq_lens, _ = (frame.pointers[v] for v in node.inputs)
-    cache = node.inputs[1].type
-    tokens = node.inputs[0].type.shape[0]
-    heads, d = (frame.upper(s) for s in node.inputs[0].type.shape[1:])
-    kv_heads = frame.upper(cache.shape[2])
-    rows = node.inputs[3].type.shape[0]
+    body = to_primitives(frame.body)
+    node = only(body, "attention")
+    query, kv, query_start, seq_lens, index = node.inputs
+    tokens, rows = query.type.shape[0], seq_lens.type.shape[0]
+    heads, d = (frame.upper(s) for s in query.type.shape[1:])
+    kv_heads = frame.upper(kv.type.shape[2])
     group = heads // kv_heads
     shape = schedule.Heads(
-        frame.widest().upper(tokens), kv_heads, group, d, cache.dtype, node.attrs.window or 0, decode=tokens == rows,
-        paged=node.inputs[4].type.rank == 2,
+        frame.widest().upper(tokens), kv_heads, group, d, kv.type.dtype, node.attrs.window or 0, decode=tokens == rows,
+        paged=index.type.rank == 2,
     )  # fmt: skip
     tile = schedule.ATTENTION.choose(frame.setting, shape)
     queries = schedule.queries(shape, tile)
     tiles = (tokens + rows * (queries - 1)) // queries
+    nest = frame.nest(body, wide=False)
+    nest.vector("m", tile.m, "asked")
+    nest.vector("d", tile.k, "live_d" if tile.k > d else "")
+    nest.vectors |= {"token": nest.axes("m"), "head": nest.axes("m")}
+    nest.scopes[0].variables |= {"m", "d", "token", "head", "kv_head"}
+    name = nest.emit(query, ("token", "head", "d"))
     return frame.source(
-        "attention", (tiles, kv_heads, 1), tile.num_warps, tile.num_stages, q=q, query_start=query_start,
-        seq_lens=seq_lens, cache=cache_of(frame, node.inputs[1], node.inputs[4]),
-        out=frame.pointers[node.out], rows=SYNTAX.size(rows), max_rows=power_of_two(frame.upper(rows)), heads=heads,
-        kv_heads=kv_heads, group=group, d=d, queries=queries, tile=tile,
+        "attention", (tiles, kv_heads, 1), tile.num_warps, tile.num_stages, query=name, lines=nest.scopes[0].lines,
+        query_start=frame.pointers[query_start], seq_lens=frame.pointers[seq_lens], cache=cache_of(frame, kv, index),
+        out=frame.pointers[frame.body.outputs[0]], rows=SYNTAX.size(rows), max_rows=power_of_two(frame.upper(rows)),
+        heads=heads, kv_heads=kv_heads, group=group, d=d, queries=queries, tile=tile,
         window=node.attrs.window or 0, scale=SYNTAX.literal(node.attrs.scale * math.log2(math.e), f32),
-        storage=STORAGE[cache.dtype.name],
+        storage=STORAGE[kv.type.dtype.name],
     )  # fmt: skip
-
-

@@ -18,7 +18,8 @@ from aotc.ir.sizes import ceildiv, product
 from aotc.ir.templates import Templates
 
 TEMPLATES = Templates(
-    is_linear_for_tensor_cores, norm_rows=1, scaled_rows=schedule.SKINNY_ROWS, attention_decode=True, side_by_side=True
+    is_linear_for_tensor_cores, norm_rows=1, scaled_rows=schedule.SKINNY_ROWS, attention_decode=True, attention_query=True,
+    side_by_side=True,
 )
 
 
