@@ -3,8 +3,9 @@ memory that the plan names. What is checked is what a device will do: arguments,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from aotc.artifact.manifest import ProgramEntry, StateField, TargetEntry, stride
 from aotc.artifact.plan import Address, If, Instruction, Plan, Tensor, evaluate
 from aotc.artifact.reader import Artifact
 from aotc.codegen.cuda.fake_device import POISON, Request, run_request
-from aotc.codegen.cuda.frame import Source
+from aotc.codegen.cuda.frame import Source, TensorMap
 from aotc.codegen.cuda.launch import dim_order, render_program, widest_dims
 from aotc.codegen.cuda.tables import Schedules, decode_table
 from aotc.errors import ArtifactError
@@ -66,14 +67,15 @@ class CudaReplay:
         plan = self._artifact.plan(entry.plan)
         areas = self._areas(entry)
         blocks = self._blocks(plan, areas, inputs, dims)
-        sources = {k.symbol: self._source(k.symbol) for k in plan.kernels}
+        sources = {k.symbol: self._source(k.symbol, k.meta.get("maps", ())) for k in plan.kernels}
         answer = run_request(Request(sources, blocks, self._steps(plan, plan.body)))
         return {t.name: self._read(answer, plan, areas, t, dims) for t in plan.outputs}
 
-    def _source(self, symbol: str) -> Source:
+    def _source(self, symbol: str, maps: Iterable[Mapping[str, Any]] = ()) -> Source:
+        """The source of a kernel, with the tensor maps of a plan: programs with memory for fewer rows share kernels."""
         if symbol not in self._sources:
             raise ArtifactError(f"kernel {symbol} was made by another version of aotc: compile the model again")
-        return self._sources[symbol]
+        return replace(self._sources[symbol], maps=tuple(TensorMap(**m) for m in maps))
 
     def _areas(self, entry: ProgramEntry) -> dict[str, Area]:
         """What the spaces `state` and `kv` of a program hold."""

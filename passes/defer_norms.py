@@ -21,8 +21,8 @@ from aotc.ir.ops.shape import BroadcastAttrs
 from aotc.ir.sizes import product, upper_bound
 from aotc.ir.templates import Templates
 
-WIDTH = {bf16: 64, f32: 32}
-"""Squares that are added up, at most: no tile has fewer columns."""
+TYPES = (bf16, f32)
+SUMS = 128  # of a row, about: few to add up again, and of few enough columns for narrow tiles
 
 
 def defer_norms(graph: Graph, templates: Templates) -> Graph:
@@ -78,12 +78,15 @@ def _can_wait(norm: Node, graph: Graph, templates: Templates) -> bool:
     """Whether a norm can wait: rows as the templates take them, a width in whole sums, a type with f32's range."""
     shape = norm.out.type.shape
     fit = templates.norm_rows < upper_bound(product(shape[:-1]), graph.dims) <= templates.scaled_rows
-    return norm.out.type.dtype in WIDTH and fit and _width(norm) >= 16
+    return norm.out.type.dtype in TYPES and fit and _width(norm) >= 16
 
 
 def _width(norm: Node) -> int:
+    """Squares that are added up together: 16 to 64, a power of two."""
     last = norm.out.type.shape[-1]
-    return gcd(last, WIDTH[norm.out.type.dtype]) if isinstance(last, int) else 0
+    if not isinstance(last, int):
+        return 0
+    return next((w for w in (16, 32, 64) if last // w <= SUMS and last % w == 0), gcd(last, 16))
 
 
 def _as(b: Builder, x: Value, dtype: DType) -> Value:

@@ -48,15 +48,16 @@ class Setting:
 
 @dataclass(frozen=True)
 class TensorMap:
-    """What the hardware must know of a matrix [rows, columns] to copy boxes of it (TMA): argument number `argument`,
-    elements of 16 bits. Boxes lie in shared memory swizzled by 128 bytes; what is outside of the matrix is 0 there."""
+    """What the hardware must know of a matrix [rows, columns] of 16-bit elements, argument number `argument`, to copy
+    boxes of it (TMA). A box is `box_rows` of `box_blocks` blocks of 64 columns, one block behind the other, each swizzled
+    by 128 bytes; rows outside of the matrix are 0 there."""
 
     argument: int
     dtype: str
     rows: int
     columns: int
     box_rows: int
-    box_columns: int
+    box_blocks: int
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ class _Map(ctypes.Structure):
 
     _fields_ = [
         ("base", ctypes.c_void_p), ("rows", ctypes.c_int64), ("columns", ctypes.c_int64), ("box_rows", ctypes.c_int64),
-        ("box_columns", ctypes.c_int64), ("rest", ctypes.c_char * 88),
+        ("box_blocks", ctypes.c_int64), ("rest", ctypes.c_char * 88),
     ]  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def load_cuda(symbol: str, text: str, maps: tuple[TensorMap, ...]) -> Callable[.
 
     def call(grid: tuple[int, int, int], addresses: list[int]) -> None:
         made = (_Map * len(maps))(
-            *((addresses[m.argument], m.rows, m.columns, m.box_rows, m.box_columns) for m in maps)
+            *((addresses[m.argument], m.rows, m.columns, m.box_rows, m.box_blocks) for m in maps)
         )
         function((ctypes.c_void_p * len(addresses))(*addresses), made, grid[0])
 

@@ -1,4 +1,4 @@
-"""Renders linear layers: `matvec` for one row, `skinny` for up to 64, `matmul`, or `wgmma` on Hopper, for more."""
+"""Renders linear layers: `matvec` for one row, `wgmma` for more on Hopper, else `skinny` for up to 64 and `matmul`."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def matmul(frame: Frame) -> Source:
     upper = frame.upper(rows)
     if upper == 1:
         return _matvec(layer, schedule.MATVEC.choose(frame.setting, layer.shape))
+    if wgmma.takes(layer, upper):
+        return wgmma.wgmma(layer)
     if upper <= schedule.SKINNY_ROWS:
         tile = schedule.SKINNY.choose(frame.setting, layer.shape)
         return _skinny(layer, tile, tile.splits)
     assert scale is None and squares is None, "norms are deferred for few rows alone"
-    if wgmma.takes(layer, upper):
-        return wgmma.wgmma(layer)
     return _matmul(layer, schedule.MATMUL.choose(frame.setting, layer.shape))
 
 
@@ -106,7 +106,7 @@ class Layer:
         squares = self.squares.attrs.width if self.squares is not None else 1
         return schedule.Linear(rows, self.width, self.depth, self.parts, dtype, self.norm is not None, squares)
 
-    def hooks(self, tile: schedule.Tile) -> dict[str, Any]:
+    def hooks(self, tile: schedule.Tile | wgmma.Tile) -> dict[str, Any]:
         """What all templates take."""
         frame, (x, w) = self.frame, self.dot.inputs
         return {
@@ -115,7 +115,6 @@ class Layer:
             "even_k": self.depth % tile.k == 0, "wide": frame.wide(x, w, self.dot.out), "scale": self._scale(),
             "squares": self._squares(),
         }  # fmt: skip
-
 
     def _squares(self) -> Squares | None:
         if self.squares is None:

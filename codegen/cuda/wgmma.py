@@ -1,11 +1,11 @@
-"""Renders linear layers of many rows in 16-bit floats as CUDA C++ for Hopper: any tile of 16 to 256 columns, so that the
-tiles of a layer fill the card evenly, in clusters that share what they read."""
+"""Renders linear layers in 16-bit floats as CUDA C++ for Hopper: tiles of 16 to 256 columns, so that those of a layer fill
+the card evenly, weights on their way before x is there, clusters that share what they read."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from itertools import product
@@ -33,26 +33,30 @@ class _Syntax(CppSyntax):
 
 
 SYNTAX = _Syntax()
-ROWS, DEPTH, WARPS = 128, 64, 12  # of a tile; of a step; of a block: four that copy, eight that multiply
+DEPTH = 64  # elements of a row of a box: 128 bytes, which are swizzled
+FULL_STAGE = 12 << 10  # bytes that are worth a barrier
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tiles of 128 rows and `n` columns of sums, steps of 64 in flight, blocks of a cluster over rows and columns.
-    Raises ValueError for what the template does not take."""
+    """Tiles of m rows (64 or 128) and `n` columns of sums, steps of k, as many in flight as there are stages, blocks of a
+    cluster over rows and columns. Raises ValueError for what the template does not take."""
 
+    m: int
     n: int
+    k: int
     num_stages: int
     cluster_m: int = 1
     cluster_n: int = 1
 
     def __post_init__(self) -> None:
-        if self.n % 16 or not 16 <= self.n <= 256:
-            raise ValueError(f"n = {self.n} is no multiple of 16 up to 256")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value < 1 or field.name.startswith("cluster") and value > 2:
-                raise ValueError(f"{field.name} = {value} is not supported")
+        allowed = {
+            "m": (64, 128), "n": range(16, 257, 16), "k": (64, 128, 256), "num_stages": range(1, 65),
+            "cluster_m": (1, 2) if self.m == 128 else (1,), "cluster_n": (1, 2),
+        }  # fmt: skip
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} = {getattr(self, name)} is not supported")
 
     @property
     def cluster(self) -> int:
@@ -60,52 +64,74 @@ class Tile:
         return self.cluster_m * self.cluster_n
 
     @property
-    def shared_bytes(self) -> int:
-        """Shared memory of a block: aligned stages, two barriers for each."""
-        return 1024 + self.num_stages * ((ROWS + self.n) * DEPTH * 2 + 16)
+    def warps(self) -> int:
+        """Four that copy, four for each 64 rows that multiply."""
+        return 4 + self.m // 16
+
+    def x_rows(self, rows: int) -> int:
+        """Rows of x that are copied, of up to `rows`: groups of 8, which are swizzled together."""
+        unit = 8 * self.cluster_n
+        return self.m if self.m == 128 else -(-min(rows, 64) // unit) * unit
+
+    def shared_bytes(self, rows: int) -> int:
+        """Shared memory of a block: aligned stages, two barriers for each, scales of rows; products of 64 rows read over
+        the end of fewer."""
+        box = (self.x_rows(rows) + self.n) * DEPTH * 2
+        more = 8 + 64 * 4 + (64 - self.x_rows(rows)) * DEPTH * 2 if self.m == 64 else 0
+        return 1024 + self.num_stages * (box * (self.k // DEPTH) + 16) + more
 
 
 def takes(layer: Layer, rows: int) -> bool:
-    """Whether this template computes a layer for up to `rows` rows: 16-bit floats, rows of whole 16 bytes."""
-    x, body = layer.dot.inputs[0].type, layer.body
-    plain = layer.norm is None and layer.scale is None and layer.squares is None and len(body.outputs) == 1
-    even = layer.depth % 8 == 0 and layer.width % 2 == 0 and rows * layer.width < 1 << 31
-    return layer.frame.setting.arch == "sm90" and plain and even and x.dtype.name in ("bf16", "f16") and _has_form(layer)
+    """Whether this template computes a layer for up to `rows` rows: 16-bit floats, rows of whole blocks of 64."""
+    x = layer.dot.inputs[0].type
+    even = layer.depth % DEPTH == 0 and layer.width % 2 == 0 and rows * layer.width < 1 << 31
+    return rows > 1 and layer.frame.setting.arch == "sm90" and even and x.dtype.name in ("bf16", "f16") and _has_form(layer)
 
 
 def _has_form(layer: Layer) -> bool:
     """Whether the header has what the epilogue needs."""
-    wide = [v for v in layer.body.values() if v.type.dtype.name not in STORAGE or v.type.dtype.name == "f64"]
-    folds = {n.op for n in layer.body.nodes} & {"reduce", "arg_reduce", "divide", "remainder", "sign"}
-    return not wide and not folds and sum(n.op == "dot_general" for n in layer.body.nodes) == 1
+    odd = {v.type.dtype.name for v in layer.body.values()} - {"f32", "f16", "bf16", "i32", "i64", "bool"}
+    calls = {n.op for n in layer.body.nodes} & {"reduce", "arg_reduce", "remainder", "rms_norm"}
+    dots = sum(n.op == "dot_general" for n in layer.body.nodes)
+    return not odd and not calls and dots == 1 and layer.norm is None
 
 
 def tiles_of(of: Linear, tile: Tile) -> int:
     """Tiles of whole clusters that a layer is cut into."""
-    return -(-of.rows // (ROWS * tile.cluster_m)) * -(-of.n * of.parts // (tile.n * tile.cluster_n))
+    return -(-of.rows // (tile.m * tile.cluster_m)) * -(-of.n * of.parts // (tile.n * tile.cluster_n))
+
+
+def clusters_at_once(tile: Tile) -> int:
+    """Those that a card holds: a cluster lies within a group of 16 or 18 multiprocessors."""
+    return PROGRAMS // tile.cluster if tile.cluster < 4 else PROGRAMS // 33 * 8
 
 
 def cost(of: Linear, tile: Tile) -> float:
-    """Cycles of a multiprocessor, about: products, or the tiles that come from L2 at 32 bytes a cycle; a wave's start
-    and end."""
-    waves = -(-tiles_of(of, tile) // (PROGRAMS // tile.cluster))
-    read = (ROWS // tile.cluster_n + tile.n // tile.cluster_m) * DEPTH * 2
-    step = max(4.0 * tile.n, read / 32, 300)
+    """Cycles, about. Of a step of 64: products at 2048 multiplications a cycle; x, and w where others read it too, from L2
+    at 32 bytes a cycle; w from memory at 20. Then what a wave takes to begin and end."""
+    waves = -(-tiles_of(of, tile) // clusters_at_once(tile))
+    x, w = tile.x_rows(of.rows) // tile.cluster_n * DEPTH * 2, tile.n // tile.cluster_m * DEPTH * 2
+    read = (x + w) / 32 if of.rows > 64 else x / 32 + w / 20
+    step = max(tile.m * tile.n / 32, read, 150 if tile.m == 64 else 300)
     return waves * (-(-of.depth // DEPTH) * step + 10 * tile.n) + 3000
 
 
-def staged(arch: str, n: int, cluster_m: int, cluster_n: int) -> Tile:
-    """The tile with as many stages as fit the shared memory, at most 8."""
-    one, two = (Tile(n, stages).shared_bytes for stages in (1, 2))
-    stages = (LIMITS[arch].shared_bytes - one) // (two - one) + 1
-    return Tile(n, min(stages, 8), cluster_m, cluster_n)
+def staged(arch: str, rows: int, n: int, parts: int = 1, cluster_m: int = 1, cluster_n: int = 1) -> Tile:
+    """The tile for up to `rows` rows with as many stages as fit the shared memory."""
+    m, k = 64 if rows <= 64 else 128, DEPTH
+    tile = Tile(m, n, k, 1, cluster_m, cluster_n)
+    while parts == tile.cluster == 1 and k < 256 and (tile.x_rows(rows) + n) * k * 2 < FULL_STAGE:
+        k *= 2
+    one, two = (replace(tile, k=k, num_stages=stages).shared_bytes(rows) for stages in (1, 2))
+    return replace(tile, k=k, num_stages=min((LIMITS[arch].shared_bytes - one) // (two - one) + 1, 64))
 
 
 def every(arch: str, of: Linear) -> list[Tile]:
     """All tiles of a layer, the cheapest first; those of equal cost by fewer columns."""
     most = min(-(-of.n * of.parts // 16) * 16, 256)
-    clusters = [(m, n) for m, n in product((1, 2), (1, 2)) if of.rows > ROWS * (m - 1)]
-    tiles = [staged(arch, n, *c) for n in range(32 if most >= 32 else 16, most + 1, 16) for c in clusters]
+    clusters = [(m, n) for m, n in product((1, 2), (1, 2)) if of.rows > 128 * (m - 1)]
+    widths = [n for n in range(16, most + 1, 16) if (n // of.parts) % of.squares == 0]
+    tiles = [staged(arch, of.rows, n, of.parts, *c) for n in widths for c in clusters]
     return sorted(tiles, key=lambda t: (cost(of, t), t.n, t.cluster))
 
 
@@ -118,7 +144,15 @@ def candidates(arch: str, of: Linear) -> Iterator[Tile]:
     yield from every(arch, of)[:24]
 
 
-WGMMA = Family("wgmma", Tile, rule, candidates)
+def _wrong(of: Linear, tile: Tile) -> str:
+    if (tile.m == 64) != (of.rows <= 64):
+        return "m must be 64 for up to 64 rows, else 128"
+    if tile.k > DEPTH and (of.parts == 2 or tile.cluster > 1):
+        return "k must be 64 where a tile comes in two pieces"
+    return f"n must be a multiple of {of.squares}, whose squares are added up" if tile.n // of.parts % of.squares else ""
+
+
+WGMMA = Family("wgmma", Tile, rule, candidates, _wrong)
 
 
 HEAD_END = "// end of the header\n"
@@ -139,35 +173,35 @@ def wgmma(layer: Layer) -> Source:
     """The source of a layer."""
     frame, (x, w) = layer.frame, layer.dot.inputs
     tile = WGMMA.choose(frame.setting, layer.shape)
-    (out,), element = layer.body.outputs, x.type.dtype.name
-    epilogue = _Epilogue(layer)
+    element, rows = x.type.dtype.name, frame.upper(layer.rows)
+    epilogue, x_rows, shared = _Epilogue(layer), tile.x_rows(rows), tile.shared_bytes(rows)
     dims = [(dim(n), at) for at, n in enumerate(frame.setting.dims) if n in epilogue.dims]
     arguments = [f"{STORAGE[v.type.dtype.name]}* p{i}" for i, v in enumerate(frame.arguments)]
     text = environment().get_template("wgmma.cu.j2").render(
-        name="__kernel__", head=_head(element, tile.n), summary=frame.summary(), element=element, n=layer.width,
-        depth=layer.depth, parts=range(layer.parts), tile=tile, m=SYNTAX.size(layer.rows), dims=dims,
-        arguments=", ".join([*arguments, "int* dims", "void*, void*"]), rows=epilogue.rows, row_lines=epilogue.row_lines,
-        lines=epilogue.lines, made=STORAGE[out.type.dtype.name], out=frame.pointers[frame.body.outputs[0]],
+        layer.hooks(tile) | {"m": SYNTAX.size(layer.rows)}, name="__kernel__", head=_head(element, tile.n), x_rows=x_rows,
+        summary=frame.summary(), element=element, dims=dims, arguments=", ".join([*arguments, "int* dims", "void*, void*"]),
+        rows=epilogue.rows, row_lines=epilogue.row_lines, lines=epilogue.lines, outputs=epilogue.outputs,
     )  # fmt: skip
     types = (*(POINTER[v.type.dtype.name] for v in frame.arguments), "*i32")
+    pieces = 2 if tile.cluster_m == 2 or layer.parts == 2 else 1
     maps = (
-        TensorMap(frame.arguments.index(x), element, layer.most, layer.depth, ROWS // 2, DEPTH),
-        TensorMap(frame.arguments.index(w), element, layer.width * layer.parts, layer.depth, tile.n // 2, DEPTH),
+        TensorMap(frame.arguments.index(x), element, layer.most, layer.depth, x_rows // tile.cluster_n, tile.k // DEPTH),
+        TensorMap(frame.arguments.index(w), element, layer.width * layer.parts, layer.depth, tile.n // pieces, tile.k // DEPTH),
     )
-    about = f"{text}{types}{maps}"  # maps too: a program with memory for fewer rows has a kernel of its own
-    symbol = f"{frame.kernel.family}_{hashlib.sha256(about.encode()).hexdigest()[:12]}"
-    clusters = min(tiles_of(layer.shape, tile), PROGRAMS // tile.cluster)  # they stay, and leave early where rows are few
+    symbol = f"{frame.kernel.family}_{hashlib.sha256(f'{text}{types}'.encode()).hexdigest()[:12]}"
+    clusters = min(tiles_of(layer.shape, tile), clusters_at_once(tile))  # they stay, and leave early where rows are few
     return Source(
-        symbol, text.replace("__kernel__", symbol), types, (clusters * tile.cluster, 1, 1), WARPS, tile.num_stages,
-        shared_bytes=tile.shared_bytes, language="cuda", maps=maps,
+        symbol, text.replace("__kernel__", symbol), types, (clusters * tile.cluster, 1, 1), tile.warps, tile.num_stages,
+        shared_bytes=shared, language="cuda", maps=maps,
     )  # fmt: skip
 
 
 class _Epilogue:
-    """What becomes of the sums `acc0` and `acc1` of row m and column c, as statements; the dims that it names."""
+    """What becomes of the sums `acc0` and `acc1` of row m and column c, as statements; types and pointers of outputs; the
+    dims that it names."""
 
     def __init__(self, layer: Layer) -> None:
-        (out,), frame, dot = layer.body.outputs, layer.frame, layer.dot
+        frame, dot = layer.frame, layer.dot
         nest = LoopNest(layer.body, SYNTAX, frame.pointers)
         lead = dot.inputs[0].type.shape[:-1]
         names = tuple(f"i{n}" for n in range(len(lead)))
@@ -179,9 +213,17 @@ class _Epilogue:
             return "acc1"
 
         nest.given[dot.out] = sums
+        if layer.scale is not None:
+            nest.given[layer.scale.out] = lambda _: "rms"
+        self.outputs: list[tuple[str, str]] = []
         with nest.scope(*names) as row, nest.scope("c") as inner:
-            value = SYNTAX.stored(out.type.dtype, nest.emit(out, (*names, "c")))
-            nest.line(f"(i == 0 ? made[j].first : made[j].second) = {value};")
+            for n, out in enumerate(layer.body.outputs):
+                value = SYNTAX.stored(out.type.dtype, nest.emit(out, (*names, "c")))
+                nest.line(f"(i == 0 ? made{n}[j].first : made{n}[j].second) = {value};")
+                self.outputs.append((STORAGE[out.type.dtype.name], frame.pointers[frame.body.outputs[n]]))
+            if layer.squares is not None:
+                value = nest.emit(layer.body.outputs[0], (*names, "c"))
+                nest.line(f"sums[8 * j / {layer.squares.attrs.width}] += {value} * {value};")
         self.rows = lead_index("m", lead, names, SYNTAX)
         self.row_lines, self.lines = nest.scopes[0].lines + row.lines, inner.lines
         sizes = [layer.rows, *(s for v in layer.body.values() for s in v.type.shape)]

@@ -188,9 +188,10 @@ class CudaProgram:
         kind = driver.CUtensorMapDataType
         element = {"bf16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}
         wide, narrow = driver.cuuint64_t, driver.cuuint32_t
+        rows, columns, pitch = meta["rows"], meta["columns"], 2 * meta["columns"]
         return self._device.call(
-            "cuTensorMapEncodeTiled", element[meta["dtype"]], 2, address, [wide(meta["columns"]), wide(meta["rows"])],
-            [wide(2 * meta["columns"])], [narrow(meta["box_columns"]), narrow(meta["box_rows"])], [narrow(1), narrow(1)],
+            "cuTensorMapEncodeTiled", element[meta["dtype"]], 3, address, [wide(64), wide(rows), wide(columns // 64)],
+            [wide(pitch), wide(128)], [narrow(64), narrow(meta["box_rows"]), narrow(meta["box_blocks"])], [narrow(1)] * 3,
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

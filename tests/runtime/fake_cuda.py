@@ -62,6 +62,7 @@ class FakeDriver:
         self.faults: dict[str, int] = {}
         self.kernel: Callable[[str, list[int]], None] = lambda symbol, arguments: None
         self.arity: dict[str, int] = {}
+        self.map_count: dict[str, int] = {}  # tensor maps of a kernel, behind its arguments
         self.sticky = 0
         self.opened: list[int] = []  # ordinals of devices
         self.blocks: dict[int, Any] = {}  # device memory by address
@@ -70,7 +71,6 @@ class FakeDriver:
         self.things: dict[int, str] = {}
         self.images: dict[int, bytes] = {}  # of modules
         self.graphs: dict[int, list[SimpleNamespace]] = {}  # by graph or executable
-        self.maps: list[Any] = []  # tensor maps
         self.edges: list[tuple[int, int]] = []  # (from_port, type)
         self.launched: list[int] = []
         self.uploaded: set[int] = set()
@@ -248,8 +248,10 @@ class FakeDriver:
 
     def do_cuGraphAddKernelNode(self, graph: int, before: None, count: int, params: SimpleNamespace) -> int:  # noqa: N802
         assert params.kernelParams and params.gridDimX * params.gridDimY * params.gridDimZ > 0
-        places = (ctypes.c_uint64 * self.arity.get(params.func, 0)).from_address(params.kernelParams)
-        params.arguments = [ctypes.c_uint64.from_address(place).value for place in places]
+        count, maps = self.arity.get(params.func, 0), self.map_count.get(params.func, 0)
+        places = (ctypes.c_uint64 * (count + maps)).from_address(params.kernelParams)
+        params.arguments = [ctypes.c_uint64.from_address(place).value for place in places[:count]]
+        params.maps = [list((ctypes.c_uint64 * 16).from_address(place)) for place in places[count:]]
         self.graphs[graph].append(params)
         return len(self.graphs[graph]) - 1
 
@@ -257,11 +259,11 @@ class FakeDriver:
         self, kind: int, rank: int, address: int, sizes: list, strides: list, box: list, steps: list, *modes: int
     ) -> SimpleNamespace:
         """A map as 16 words: what the driver was told. The whole matrix must lie in memory."""
-        assert rank == 2 and steps == [1, 1] and modes == (0, 3, 3, 0) and address % 16 == strides[0] % 16 == 0
-        assert box[0] * 2 <= 128 and box[1] <= 256, "a box wider than its swizzle, or too tall"
-        assert self._holds(self.blocks, address, strides[0] * sizes[1])
-        words = (ctypes.c_uint64 * 16)(kind, address, *sizes, *strides, *box)
-        self.maps.append(words)
+        (width, rows, blocks), (pitch, step) = sizes, strides
+        assert rank == 3 and steps == [1] * 3 and modes == (0, 3, 3, 0) and address % 16 == pitch % 16 == step % 16 == 0
+        assert width == box[0] and box[0] * 2 == step == 128 and box[1] <= 256 and pitch == step * blocks
+        assert self._holds(self.blocks, address, pitch * rows)
+        words = (ctypes.c_uint64 * 16)(kind, address, rows, width * blocks, *box)
         return SimpleNamespace(getPtr=lambda: ctypes.addressof(words))
 
     def do_cuGraphAddDependencies(self, graph: int, before: list, after: list, edges: list, count: int) -> None:  # noqa: N802

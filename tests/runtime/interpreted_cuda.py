@@ -4,6 +4,7 @@ that the graph's arguments name."""
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from fake_cuda import FakeDriver
 
 from aotc.artifact.reader import Artifact
 from aotc.codegen.cuda.fake_device import Request, run_request
+from aotc.codegen.cuda.frame import Source
 from aotc.cuda_replay import CudaReplay
 
 
@@ -23,6 +25,7 @@ class InterpretedDriver(FakeDriver):
         self.sources = CudaReplay(artifact, next(t for t in artifact.manifest.targets if t.name == name))._sources
         # Two arguments are Triton's own scratch, which its interpreter does not take.
         self.arity = {symbol: len(s.signature) + 2 for symbol, s in self.sources.items()}
+        self.map_count = {symbol: len(s.maps) for symbol, s in self.sources.items()}
 
     def do_cuGraphLaunch(self, executable: int, stream: int) -> None:  # noqa: N802
         super().do_cuGraphLaunch(executable, stream)
@@ -32,10 +35,19 @@ class InterpretedDriver(FakeDriver):
             grid = (node.gridDimX, node.gridDimY, node.gridDimZ)
             signature = self.sources[node.func].signature
             steps.append(("call", node.func, grid, list(zip(signature, places, strict=True))))
-        sources = {node.func: self.sources[node.func] for node in self.graphs[executable]}
+        sources = {node.func: self._source(node) for node in self.graphs[executable]}
         blocks = {str(address): np.ctypeslib.as_array(block).copy() for address, block in self.blocks.items()}
         for address, data in run_request(Request(sources, blocks, steps)).items():
             ctypes.memmove(int(address), np.ascontiguousarray(data).ctypes.data, len(self.blocks[int(address)]))
+
+    def _source(self, node: Any) -> Source:
+        """A kernel's source, with the tensor maps that the node has."""
+        source, maps = self.sources[node.func], []
+        for m, (_, address, rows, columns, _, box_rows, box_blocks, *_) in zip(source.maps, node.maps, strict=True):
+            assert (address, columns) == (node.arguments[m.argument], m.columns)
+            assert (box_rows, box_blocks) == (m.box_rows, m.box_blocks)
+            maps.append(replace(m, rows=rows))
+        return replace(source, maps=tuple(maps))
 
     def _place(self, address: int) -> tuple[str, int]:
         for begin, block in self.blocks.items():

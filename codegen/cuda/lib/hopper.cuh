@@ -51,6 +51,8 @@ template <class A> DEVICE A minimum(A a, A b) { return a < b || a != a ? a : b; 
 template <class A> DEVICE A absolute(A x) { return x < 0 ? -x : x; }
 
 DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xFFFFFFFF, x, lane); }
+
 // From a multiple of 1024 on, as swizzled tiles need it.
 DEVICE char* shared_memory() {
   extern __shared__ char memory[];
@@ -62,6 +64,7 @@ DEVICE uint32_t rank_in_cluster() {
   return rank;
 }
 DEVICE void cluster_barrier() {
+  __syncwarp();
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
@@ -85,13 +88,19 @@ DEVICE void barrier_arrive(uint64_t* b, uint32_t rank) {
       "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(b)), "r"(rank) : "memory");
 }
 
-// Copies the box of a tensor map whose first element is (k, row) to the same place of several blocks of the cluster; its
-// bytes count at the barrier `b` of each.
+// Copies the box of a tensor map that begins at row `row` and at block `k` of 64 columns to the same place of several
+// blocks of the cluster; its bytes count at the barrier `b` of each.
 DEVICE void copy_tile_to(uint16_t blocks, void* to, const TensorMap* map, int k, int row, uint64_t* b) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%4, %5}], [%2], %3;" ::"r"(shared_address(to)), "l"(map), "r"(shared_address(b)), "h"(blocks),
-      "r"(k), "r"(row) : "memory");
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+      "[%0], [%1, {%6, %5, %4}], [%2], %3;" ::"r"(shared_address(to)), "l"(map), "r"(shared_address(b)), "h"(blocks),
+      "r"(k), "r"(row), "r"(0) : "memory");
+}
+// The same, to the own block.
+DEVICE void copy_tile(void* to, const TensorMap* map, int k, int row, uint64_t* b) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%5, %4, %3}], [%2];" ::"r"(
+          shared_address(to)), "l"(map), "r"(shared_address(b)), "r"(k), "r"(row), "r"(0) : "memory");
 }
 DEVICE void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 

@@ -29,6 +29,7 @@ inline ucontext_t scheduler;
 inline std::vector<Fiber> fibers;
 inline std::vector<char*> shared;  // of each block of the cluster
 inline Index thread, block, grid;
+inline std::vector<float> exchanged;  // by the threads of a cluster
 inline int threads, met, meetings, idle_turns;
 inline void (*body)();
 
@@ -61,6 +62,7 @@ inline void run_cluster(int first, int cluster) {
     memset(memory, 0xA5, SHARED_BYTES);
   }
   met = meetings = idle_turns = 0;
+  exchanged.assign(cluster * threads, 0);
   fibers.clear();
   fibers.resize(cluster * threads);
   for (Fiber& f : fibers) {
@@ -125,8 +127,18 @@ template <class A> DEVICE A maximum(A a, A b) { return a > b || a != a ? a : b; 
 template <class A> DEVICE A minimum(A a, A b) { return a < b || a != a ? a : b; }
 template <class A> DEVICE A absolute(A x) { return x < 0 ? -x : x; }
 
-// What the tensor map of a matrix of 16-bit elements says.
-struct alignas(64) TensorMap { const char* base; int64_t rows, columns, box_rows, box_columns; char rest[88]; };
+// What the tensor map of a matrix of 16-bit elements says: boxes are blocks of 64 columns, one behind the other.
+struct alignas(64) TensorMap { const char* base; int64_t rows, columns, box_rows, box_blocks; char rest[88]; };
+
+// All lanes of a warp call it: each in its turn, twice around.
+DEVICE float from_lane(float x, int lane) {
+  host::exchanged[host::fiber()] = x;
+  host::yield();
+  const float y = host::exchanged[host::fiber() / 32 * 32 + lane];
+  host::yield();
+  return y;
+}
+DEVICE float rsqrtf(float x) { return 1 / sqrtf(x); }
 
 DEVICE char* shared_memory() { return host::shared[host::block.x % (int)host::shared.size()]; }
 DEVICE int rank_in_cluster() { return host::block.x % (int)host::shared.size(); }
@@ -163,16 +175,20 @@ DEVICE void copy_tile_to(uint16_t blocks, void* to, const TensorMap* map, int k,
     if (!(blocks >> rank & 1)) continue;
     char* const target = host::of_block(to, rank);
     if ((uintptr_t)target % 1024) host::fail("a tile that is not aligned");
-    for (int64_t r = 0; r < map->box_rows; ++r)
-      for (int64_t c = 0; c < map->box_columns; ++c) {
+    for (int64_t r = 0; r < map->box_rows * map->box_blocks; ++r)
+      for (int c = 0; c < 64; ++c) {
+        const int64_t from = row + r % map->box_rows, column = (k + r / map->box_rows) * 64 + c;
         uint16_t value = 0;
-        if (row + r < map->rows && k + c < map->columns) memcpy(&value, map->base + 2 * ((row + r) * map->columns + k + c), 2);
+        if (from < map->rows && column < map->columns) memcpy(&value, map->base + 2 * (from * map->columns + column), 2);
         memcpy(swizzled(target + 128 * r + 2 * c), &value, 2);
       }
     host::Barrier* const at = (host::Barrier*)host::of_block(b, rank);
-    at->bytes -= (int)(map->box_rows * map->box_columns * 2);
+    at->bytes -= (int)(map->box_rows * map->box_blocks * 128);
     host::settle(at);
   }
+}
+DEVICE void copy_tile(void* to, const TensorMap* map, int k, int row, uint64_t* b) {
+  copy_tile_to(1 << host::block.x % (int)host::shared.size(), to, map, k, row, b);
 }
 DEVICE void prefetch_map(const TensorMap*) {}
 
