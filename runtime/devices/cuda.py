@@ -43,6 +43,14 @@ _HINTS = {
 log = logging.getLogger("aotc.cuda")
 
 
+def import_driver() -> Any:
+    """The driver's bindings. Raises DeviceError where there are none."""
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        raise DeviceError("running on a GPU needs cuda-bindings: pip install 'aotc[cuda]'") from None
+
+
 class CudaDevice:
     """One of the GPUs that CUDA_VISIBLE_DEVICES leaves, by its number. Threads that use it call `enter` first.
 
@@ -51,11 +59,7 @@ class CudaDevice:
     """
 
     def __init__(self, number: int = 0) -> None:
-        try:
-            driver = importlib.import_module("cuda.bindings.driver")
-        except ImportError:
-            raise DeviceError("running on a GPU needs cuda-bindings: pip install 'aotc[cuda]'") from None
-        self.driver: Any = driver
+        self.driver = driver = import_driver()
         try:
             code = driver.cuInit(0)[0]
         except RuntimeError:
