@@ -11,9 +11,14 @@ from aotc.frontend.tokenizer_json import compact
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
 
 
-def bpe():
-    vocab = {c: n for n, c in enumerate([*LETTERS, "th", "the", "\u0120the", "\u00c3\u00a9"])}
-    merges = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("\u00c3", "\u00a9")]
+MERGES = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("\u00c3", "\u00a9")]
+
+
+def bpe(*others):
+    """With these merges besides the usual ones."""
+    merges = [*MERGES, *others]
+    letters = [*LETTERS, *sorted({part for merge in others for part in merge} - {*LETTERS})]
+    vocab = {c: n for n, c in enumerate([*letters, *(a + b for a, b in merges)])}
     made = tokenizers.Tokenizer(models.BPE(vocab, merges))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     made.add_special_tokens(["<|end|>", "\U0001f642"])
@@ -35,6 +40,24 @@ def test_it_is_the_same_tokenizer_in_fewer_bytes(make, form):
     assert tokenizers.Tokenizer.from_str(short.decode()).to_str() == made.to_str()
     tokens = list(json.loads(short)["model"]["vocab"])
     assert tokens == sorted(tokens, key=str.encode)
+
+
+def test_merges_become_texts():
+    merges = json.loads(compact(bpe().to_str().encode()))["model"]["merges"]
+    assert merges == [f"{a} {b}" for a, b in MERGES]
+
+
+@pytest.mark.parametrize("other", [("a b", "c"), ("c", " "), ("#version", "a"), ("#versions", "a")])
+def test_merges_that_would_be_read_as_others_stay_pairs(other):
+    made = bpe(other)
+    short = compact(made.to_str().encode())
+    assert json.loads(short)["model"]["merges"] == [[a, b] for a, b in [*MERGES, other]]
+    assert tokenizers.Tokenizer.from_str(short.decode()).to_str() == made.to_str()
+
+
+def test_merges_that_are_texts_already_stay():
+    form = json.loads(compact(bpe().to_str().encode()))
+    assert json.loads(compact(json.dumps(form, indent=1).encode())) == form
 
 
 @pytest.mark.parametrize(
