@@ -6,6 +6,7 @@ They read rather than map: a mapped page costs a fault each, and a file that is 
 from __future__ import annotations
 
 import bisect
+import errno
 import itertools
 import os
 from collections.abc import Iterator
@@ -61,13 +62,13 @@ class CudaWeights:
         stream = device.call("cuStreamCreate", 1)
         block = device.pin(_BUFFERS * CHUNK_BYTES)
         sent = [device.call("cuEventCreate", 2) for _ in range(_BUFFERS)]  # without timing
-        turns = itertools.cycle(zip(np.split(block, _BUFFERS), sent, strict=True))
+        reader, turns = _Reader(file), itertools.cycle(zip(np.split(block, _BUFFERS), sent, strict=True))
         try:
             for chunk, (buffer, event) in zip(todo, turns, strict=False):
                 begin = chunk * CHUNK_BYTES
                 device.call("cuEventSynchronize", event)
                 data = buffer[: min(CHUNK_BYTES, self._artifact.manifest.weights_bytes - begin)]
-                if not _fill(data, file, begin) or crc32(data.data) != self._artifact.manifest.weights_crc32[chunk]:
+                if not reader.read(data, begin) or crc32(data.data) != self._artifact.manifest.weights_crc32[chunk]:
                     for _ in todo:
                         pass
                     return False
@@ -92,12 +93,32 @@ class CudaWeights:
                 yield low, data[low - begin : high - begin]
 
 
-def _fill(data: np.ndarray, file: int, offset: int) -> bool:
-    """Reads until it is full, without Python's lock; False where the file ends before."""
-    rest = data.data
-    while len(rest):
-        count = os.preadv(file, [rest], offset)
-        if not count:
-            return False
-        rest, offset = rest[count:], offset + count
-    return True
+class _Reader:
+    """Reads chunks of a file into pinned memory, for one thread."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._between: np.ndarray | None = None  # ordinary memory, where the kernel cannot write into the driver's
+
+    def read(self, data: np.ndarray, offset: int) -> bool:
+        """Fills `data` from an offset; False where the file ends before."""
+        if self._between is None:
+            try:
+                return self._fill(data, offset)
+            except OSError as error:  # sandboxes whose kernel is a process do not see memory that a device maps
+                if error.errno not in (errno.EFAULT, errno.EINVAL):
+                    raise
+            self._between = np.empty(CHUNK_BYTES, np.uint8)
+        between = self._between[: len(data)]
+        whole = self._fill(between, offset)
+        np.copyto(data, between)
+        return whole
+
+    def _fill(self, data: np.ndarray, offset: int) -> bool:
+        rest = data.data
+        while len(rest):
+            count = os.preadv(self._file, [rest], offset)  # without Python's lock
+            if not count:
+                return False
+            rest, offset = rest[count:], offset + count
+        return True

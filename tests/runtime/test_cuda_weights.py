@@ -117,6 +117,24 @@ def test_a_read_may_bring_less_than_was_asked(artifact, gpu, monkeypatch):
     assert uploaded(artifact, gpu) == whole
 
 
+@pytest.mark.parametrize("code", [errno.EFAULT, errno.EINVAL])
+def test_where_the_kernel_cannot_write_into_pinned_memory(artifact, gpu, monkeypatch, code):
+    whole, real, refused = uploaded(artifact, gpu), os.preadv, []
+    device, driver = gpu()
+
+    def preadv(file, buffers, at):
+        address = np.frombuffer(buffers[0], np.uint8).ctypes.data
+        if any(begin <= address < begin + len(block) for begin, block in [*driver.host.items()]):
+            refused.append(at)
+            raise OSError(code, os.strerror(code))
+        return real(file, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    executor = CudaExecutor(artifact, 1, device)
+    assert bytes(driver.blocks[executor._weights._base]) == whole
+    assert 0 < len(refused) <= cuda_weights.THREADS, "once a thread"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
