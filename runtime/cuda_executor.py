@@ -74,7 +74,8 @@ class CudaExecutor(DeviceExecutor):
                 weights = pool.submit(_seconds, self._weights.upload)
                 self._allocate_host()
                 graphs = _seconds(lambda: (self.program("decode", 1), self.program("extend", 1)))
-                self.startup = {"context": device.opened_in, "graphs": graphs, "weights": weights.result()}
+                parts = {"modules": self._kernels.seconds, "graphs": graphs, "weights": weights.result()}
+                self.startup = {**device.opened, **parts}
         except BaseException:
             device.close()
             raise

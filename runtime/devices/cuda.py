@@ -88,7 +88,7 @@ class CudaDevice:
         self._whole: CudaDevice | None = None  # what a scope is a part of, and keeps alive
         self.failure: str | None = None  # why nothing runs on it any more
         self.steps = 0
-        self.opened_in = 0.0  # seconds, where somebody measured them
+        self.opened: dict[str, float] = {}  # seconds of parts of the opening, where somebody measured them
         self._threads = threading.local()
         self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
         self._held: Any = []  # (the function that gives back, what) in the order in which they were made

@@ -34,9 +34,11 @@ class _EarlyContext(threading.Thread):
         self.at_work = threading.Event()
         """Set from where the driver works on its own: it needs Python's lock only once more, to return."""
         self._number, self._release = number, lambda: None
+        self.seconds = 0.0  # that it took
         self.start()
 
     def run(self) -> None:
+        begin = time.perf_counter()
         with contextlib.suppress(OSError, AttributeError):  # no driver, or one that is too old
             driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
             if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), self._number):
@@ -44,11 +46,14 @@ class _EarlyContext(threading.Thread):
                 self.at_work.set()
                 if not driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
                     self._release = lambda: release(device)
+        self.seconds = time.perf_counter() - begin
         self.at_work.set()
 
     def give_back(self) -> None:
+        """Waits until it is made, and lets go of it; more than once does no harm."""
         self.join()
-        self._release()
+        release, self._release = self._release, lambda: None
+        release()
 
 
 class Opening(threading.Thread):
@@ -56,7 +61,8 @@ class Opening(threading.Thread):
 
     def __init__(self, number: int = 0) -> None:
         super().__init__(name="aotc-opening")  # no daemon: a process must not end within a call of the driver
-        self._number, self._device = number, None
+        self._number = number
+        self._device: CudaDevice | None = None
         self._error: BaseException | None = None
         self._imported = threading.Event()
         self._early = _EarlyContext(number)
@@ -69,11 +75,14 @@ class Opening(threading.Thread):
                 from aotc.runtime.devices.cuda import CudaDevice, import_driver
 
                 import_driver()
-            self._device: CudaDevice | None = CudaDevice(self._number)
-            self._device.opened_in = time.perf_counter() - begin
+            bindings = time.perf_counter() - begin
+            device = CudaDevice(self._number)
+            context = time.perf_counter() - begin
+            self._early.give_back()
+            device.opened = {"bindings": bindings, "driver": self._early.seconds, "context": context}
+            self._device = device
         except BaseException as error:  # raised where the device is asked for
             self._error = error
-        finally:
             self._early.give_back()
 
     @contextlib.contextmanager
