@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aotc.runtime.shared_engine import SharedEngine
 from aotc.runtime.text_stream import Call, Chunk, Completion
+
+if TYPE_CHECKING:
+    import asyncio
 
 
 class AsyncStream:
@@ -68,6 +70,8 @@ class AsyncStream:
         return call.completion()
 
     def _start(self, streamed: bool = True) -> Call:
+        import asyncio  # a fifth of what a model imports, and most processes that start one do without
+
         if self._call is None:
             loop, news = asyncio.get_running_loop(), asyncio.Event()
             call = self._open()

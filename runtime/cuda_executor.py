@@ -69,17 +69,19 @@ class CudaExecutor(DeviceExecutor):
             self.device, self._kernels = device, CudaKernels(device, artifact)
             self._background: threading.Thread | None = None
             device.enter()
-            self._allocate()
+            self._allocate_device()
             with ThreadPoolExecutor(1) as pool:
                 weights = pool.submit(_seconds, self._weights.upload)
+                self._allocate_host()
                 graphs = _seconds(lambda: (self.program("decode", 1), self.program("extend", 1)))
-                self.startup = {"context": device.opened_in, "graphs": graphs, "weights": weights.result()}
+                parts = {"modules": self._kernels.seconds, "graphs": graphs, "weights": weights.result()}
+                self.startup = {**device.opened, **parts}
         except BaseException:
             device.close()
             raise
 
-    def _allocate(self) -> None:
-        device, slots, rows = self.device, self.max_num_seqs, self.model.max_rows
+    def _allocate_device(self) -> None:
+        device, rows = self.device, self.model.max_rows
         memory = decoder_memory(self.artifact.manifest, self.target, self.cache)
         device.require(memory.total, self.artifact, _ADVICE)
         self._weights = CudaWeights(self.artifact, self.target, device)
@@ -89,13 +91,17 @@ class CudaExecutor(DeviceExecutor):
         self._counters = device.allocate(memory.scratch)
         self._step = device.allocate(memory.step)
         self._logits = device.allocate(rows * self.vocab_size * 4)
-        results = memory.outputs - rows * self.vocab_size * 4
-        self._results = device.allocate(results)
-        # One block of pinned memory: of two steps the inputs and dims, results, prompts on their way up; of each slot the
-        # biases and bans, which the sampler reads where they lie.
-        # Last come pages on their way to pageable memory and back, as many as make a long copy.
+        self._result_bytes = memory.outputs - rows * self.vocab_size * 4
+        self._results = device.allocate(self._result_bytes)
+        self._step_bytes = memory.step
+
+    def _allocate_host(self) -> None:
+        """One block of pinned memory: of two steps the inputs and dims, results, prompts on their way up; of each slot the
+        biases and bans, which the sampler reads where they lie. Last come pages on their way to pageable memory and back,
+        as many as make a long copy."""
+        device, slots = self.device, self.max_num_seqs
         pages = min(max(_COPY_BYTES // max(self.page_bytes, 1), 1), self.num_pages)
-        frame = (memory.step, results, 4 * self.max_model_len)
+        frame = (self._step_bytes, self._result_bytes, 4 * self.max_model_len)
         sizes = (*frame, *frame, slots * 8 * MAX_LOGIT_BIAS, slots * 4 * _MAX_BANS, pages * self.page_bytes)
         places = np.cumsum([0, *(-(-n // 64) * 64 for n in sizes)])
         block = device.pinned(int(places[-1]))

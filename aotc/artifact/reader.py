@@ -7,13 +7,13 @@ import hashlib
 import mmap
 import os
 import stat
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from aotc.artifact.checksum import crc32
 from aotc.artifact.manifest import CHUNK_BYTES, Manifest, TargetEntry, decode_manifest
 from aotc.artifact.plan import Plan, decode_plan
 from aotc.errors import ArtifactError
@@ -67,19 +67,27 @@ class Artifact:
 
     def map_weights(self, check: bool = True, target: TargetEntry | None = None) -> np.ndarray:
         """weights.bin as read-only bytes, mapped. Raises ArtifactError when its size or, with `check`, a checksum
-        differs; the check reads what `target` uses, or the whole, once, at about 2 GB a second and CPU."""
+        differs; the check reads what `target` uses, or the whole, once."""
+        with self.open_weights() as file:
+            size = self.manifest.weights_bytes
+            mapped = mmap.mmap(file, size, prot=mmap.PROT_READ) if size else b""
+        weights = np.frombuffer(mapped, np.uint8)
+        if check:
+            self.check_weights(weights, len(os.sched_getaffinity(0)), self.chunks_of(target) if target else None)
+        return weights
+
+    @contextlib.contextmanager
+    def open_weights(self) -> Iterator[int]:
+        """The descriptor of weights.bin, for reading. Raises ArtifactError when its size differs, and for what goes wrong
+        with the file inside."""
         path = _inside(self.path, "weights.bin")
-        with _readable(path), open(path, "rb") as file:
+        with _readable(path), open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             if size != self.manifest.weights_bytes:
                 raise ArtifactError(
                     f"{path} has {size} bytes, the manifest says {self.manifest.weights_bytes}: copy the artifact again"
                 )
-            mapped = mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) if size else b""
-        weights = np.frombuffer(mapped, np.uint8)
-        if check:
-            self.check_weights(weights, len(os.sched_getaffinity(0)), self.chunks_of(target) if target else None)
-        return weights
+            yield file.fileno()
 
     def chunks_of(self, target: TargetEntry) -> list[int]:
         """The chunks of weights.bin that hold something of a target, ascending."""
@@ -93,7 +101,7 @@ class Artifact:
 
         def damaged(chunk: int) -> bool:
             part = weights[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES]
-            return zlib.crc32(part.data) != self.manifest.weights_crc32[chunk]
+            return crc32(part.data) != self.manifest.weights_crc32[chunk]
 
         with ThreadPoolExecutor(threads) as pool:
             for chunk, bad in zip(chunks, pool.map(damaged, chunks), strict=True):

@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import shutil
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +17,7 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 
+from aotc.artifact.checksum import crc32
 from aotc.artifact.manifest import CHUNK_BYTES, PAGE, File, Manifest, Weight, encode_manifest
 from aotc.errors import ArtifactError
 
@@ -119,7 +119,7 @@ class ArtifactWriter:
             if self._filled == 0:
                 self._crc.append(0)
             part = data[: CHUNK_BYTES - self._filled]
-            self._crc[-1] = zlib.crc32(part, self._crc[-1])
+            self._crc[-1] = crc32(part, self._crc[-1])
             self._filled = (self._filled + len(part)) % CHUNK_BYTES
             data = data[len(part) :]
 

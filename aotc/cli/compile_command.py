@@ -249,15 +249,17 @@ def parse_dims(items: list[str]) -> dict[str, tuple[int, int]]:
 
 
 def _add_text_files(model: Model, writer) -> None:
+    from aotc.frontend.tokenizer_json import compact
+
     if model.encoder is not None:
-        writer.add_file("tokenizer.json", model.encoder.tokenizer_json)
+        writer.add_file("tokenizer.json", compact(model.encoder.tokenizer_json))
     checkpoint = model.checkpoint
     if checkpoint is None:
         return
     from aotc.frontend.checkpoint import generation_config
 
     if checkpoint.tokenizer_json is not None:
-        writer.add_file("tokenizer.json", checkpoint.tokenizer_json)
+        writer.add_file("tokenizer.json", compact(checkpoint.tokenizer_json))
     if checkpoint.chat_template is not None:
         writer.add_file("chat_template.jinja", checkpoint.chat_template.encode())
     config = generation_config(checkpoint)

@@ -43,6 +43,14 @@ _HINTS = {
 log = logging.getLogger("aotc.cuda")
 
 
+def import_driver() -> Any:
+    """The driver's bindings. Raises DeviceError where there are none."""
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        raise DeviceError("running on a GPU needs cuda-bindings: pip install 'aotc[cuda]'") from None
+
+
 class CudaDevice:
     """One of the GPUs that CUDA_VISIBLE_DEVICES leaves, by its number. Threads that use it call `enter` first.
 
@@ -51,11 +59,7 @@ class CudaDevice:
     """
 
     def __init__(self, number: int = 0) -> None:
-        try:
-            driver = importlib.import_module("cuda.bindings.driver")
-        except ImportError:
-            raise DeviceError("running on a GPU needs cuda-bindings: pip install 'aotc[cuda]'") from None
-        self.driver: Any = driver
+        self.driver = driver = import_driver()
         try:
             code = driver.cuInit(0)[0]
         except RuntimeError:
@@ -84,7 +88,7 @@ class CudaDevice:
         self._whole: CudaDevice | None = None  # what a scope is a part of, and keeps alive
         self.failure: str | None = None  # why nothing runs on it any more
         self.steps = 0
-        self.opened_in = 0.0  # seconds, where somebody measured them
+        self.opened: dict[str, float] = {}  # seconds of parts of the opening, where somebody measured them
         self._threads = threading.local()
         self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
         self._held: Any = []  # (the function that gives back, what) in the order in which they were made

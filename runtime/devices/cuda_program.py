@@ -6,6 +6,7 @@ A cubin is loaded as it lies in the artifact, and its kernels take pointers alon
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ class CudaKernels:
         self._device, self._artifact = device, artifact
         self._functions: dict[str, Any] = {}
         self._lock = threading.Lock()
+        self.seconds = 0.0  # that the driver took to load them
 
     def function(self, symbol: str, meta: Mapping[str, Any]) -> Any:
         """The kernel's handle. Its cubin's hash is checked first."""
@@ -36,9 +38,9 @@ class CudaKernels:
             return self._functions[symbol]
 
     def _load(self, symbol: str, meta: Mapping[str, Any]) -> Any:
-        device = self._device
+        device, code, begin = self._device, self._artifact.read(meta["cubin"]), time.perf_counter()
         try:
-            module = device.call("cuModuleLoadData", self._artifact.read(meta["cubin"]))
+            module = device.call("cuModuleLoadData", code)
             device.hold("cuModuleUnload", module)
             function = device.call("cuModuleGetFunction", module, symbol.encode())
         except DeviceError as error:
@@ -46,6 +48,7 @@ class CudaKernels:
         if meta["shared"] > _STATIC_SHARED:
             kind = device.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             device.call("cuFuncSetAttribute", function, kind, meta["shared"])
+        self.seconds += time.perf_counter() - begin
         return function
 
 

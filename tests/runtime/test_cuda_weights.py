@@ -1,6 +1,8 @@
 """Weights on their way to a GPU: only what its target's plans name, checked, at the places that kernels are given."""
 
+import errno
 import json
+import os
 import shutil
 
 import numpy as np
@@ -9,6 +11,7 @@ from interpreted_cuda import InterpretedDriver
 
 from aotc.artifact import manifest as M
 from aotc.artifact import reader
+from aotc.artifact.checksum import crc32
 from aotc.artifact.plan import Address
 from aotc.artifact.reader import open_artifact
 from aotc.cli import main
@@ -67,7 +70,7 @@ def test_what_kernels_are_given_is_what_lies_in_the_file(artifact, gpu, monkeypa
     """Also where a chunk holds several ranges, and a range several chunks."""
     if chunk:
         data = np.asarray(artifact.map_weights())
-        crc = tuple(cuda_weights.zlib.crc32(data[at : at + chunk].data) for at in range(0, len(data), chunk))
+        crc = tuple(crc32(data[at : at + chunk].data) for at in range(0, len(data), chunk))
         whole = M.msgspec.structs.replace(artifact.manifest, weights_crc32=crc)
         for module in (cuda_weights, reader):
             monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
@@ -101,6 +104,74 @@ def test_damage_is_named(artifact, gpu, tmp_path):
     assert driver.everything == {}
 
 
+def uploaded(artifact, gpu):
+    """The weights as they lie on a fake GPU."""
+    device, driver = gpu()
+    executor = CudaExecutor(artifact, 1, device)
+    return bytes(driver.blocks[executor._weights._base])
+
+
+def test_a_read_may_bring_less_than_was_asked(artifact, gpu, monkeypatch):
+    whole, real = uploaded(artifact, gpu), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, buffers, at: real(file, [buffers[0][: 1 << 14]], at))
+    assert uploaded(artifact, gpu) == whole
+
+
+@pytest.mark.parametrize("code", [errno.EFAULT, errno.EINVAL])
+def test_where_the_kernel_cannot_write_into_pinned_memory(artifact, gpu, monkeypatch, code):
+    whole, real, refused = uploaded(artifact, gpu), os.preadv, []
+    device, driver = gpu()
+
+    def preadv(file, buffers, at):
+        address = np.frombuffer(buffers[0], np.uint8).ctypes.data
+        if any(begin <= address < begin + len(block) for begin, block in [*driver.host.items()]):
+            refused.append(at)
+            raise OSError(code, os.strerror(code))
+        return real(file, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    executor = CudaExecutor(artifact, 1, device)
+    assert bytes(driver.blocks[executor._weights._base]) == whole
+    assert 0 < len(refused) <= cuda_weights.THREADS, "once a thread"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (0, "weights.bin changed while it was read: copy the artifact again"),  # the file ends, and is whole again later
+        (OSError(errno.EIO, os.strerror(errno.EIO)), "weights.bin cannot be read: Input/output error"),
+    ],
+)
+def test_a_file_that_cannot_be_read_to_its_end(artifact, gpu, monkeypatch, given, message):
+    def preadv(*_):
+        if given:
+            raise given
+        return 0
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    device, driver = gpu()
+    with pytest.raises(ArtifactError, match=message):
+        CudaExecutor(artifact, 1, device)
+    assert driver.everything == {}
+
+
+def test_nothing_more_is_sent_after_a_damaged_chunk(artifact, gpu, monkeypatch):
+    chunk = 1 << 14
+    for module in (cuda_weights, reader):
+        monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(cuda_weights, "THREADS", 1)
+    data = np.asarray(artifact.map_weights(check=False))
+    crc = [crc32(data[at : at + chunk].data) for at in range(0, len(data), chunk)]
+    first, *_, last = artifact.chunks_of(targets(artifact)[1])
+    assert last - first > 2
+    crc[first + 1] ^= 1
+    changed = type(artifact)(artifact.path, M.msgspec.structs.replace(artifact.manifest, weights_crc32=tuple(crc)))
+    device, driver = gpu()
+    with pytest.raises(ArtifactError, match="weights.bin is damaged at"):
+        CudaExecutor(changed, 1, device)
+    assert sum(size for what, _, size in (t for t in driver.trace if t[0] == "up")) <= chunk
+
+
 def test_chunks_that_a_target_does_not_use_are_not_read(artifact, gpu, monkeypatch):
     """A tail of the file that belongs to another target, with a wrong checksum."""
     cpu, cuda = targets(artifact)
@@ -109,7 +180,7 @@ def test_chunks_that_a_target_does_not_use_are_not_read(artifact, gpu, monkeypat
     for module in (cuda_weights, reader):
         monkeypatch.setattr(module, "CHUNK_BYTES", end)
     data = artifact.map_weights(check=False)
-    crc = (reader.zlib.crc32(data[:end].data), 0)
+    crc = (crc32(data[:end].data), 0)
     changed = type(artifact)(artifact.path, M.msgspec.structs.replace(artifact.manifest, weights_crc32=crc))
     assert CpuExecutor(changed, 1).memory.weights == sum(n for _, n in cpu.weights)
     with pytest.raises(ArtifactError, match="weights.bin is damaged at"):
