@@ -19,7 +19,7 @@ extern "C" void run_on_host(void** values, const TensorMap* tensor_maps, int blo
   arguments = values, maps = tensor_maps;
   host::threads = THREADS, host::grid = {{blocks, 1, 1}};
   host::body = [] {{ {symbol}({arguments}); }};
-  for (int block = 0; block < blocks; block += CLUSTER) host::run_cluster(block, CLUSTER);
+  for (int block = 0; block < blocks; ++block) host::run_block(block);
 }}
 """
 

@@ -46,7 +46,7 @@ def compile_cuda(symbol: str, text: str, arch: str, ptx: bool = False) -> bytes:
     program = ctypes.c_void_p()
     _check(_library().nvrtcCreateProgram(ctypes.byref(program), text.encode(), f"{symbol}.cu".encode(), 0, None, None))
     try:
-        options = [f"--gpu-architecture={kind}_{number}{'a' * (number >= 90)}", "--std=c++17"]
+        options = [f"--gpu-architecture={kind}_{number}{'a' * (number >= 90)}", "--std=c++17", "--prec-div=false"]
         array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
         if _library().nvrtcCompileProgram(program, len(options), array):
             log = _read(program, "ProgramLog").decode().rstrip("\0")

@@ -1,5 +1,5 @@
 """Renders linear layers in 16-bit floats as CUDA C++ for Hopper: tiles of 16 to 256 columns, so that those of a layer fill
-the card evenly, weights on their way before x is there, clusters that share what they read."""
+the card evenly, weights on their way before x is there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from itertools import product
 from typing import TYPE_CHECKING
 
 from aotc.codegen.cpp import STORAGE, CppSyntax, lead_index
@@ -34,58 +33,64 @@ class _Syntax(CppSyntax):
 
 SYNTAX = _Syntax()
 DEPTH = 64  # elements of a row of a box: 128 bytes, which are swizzled
+WIDE = 48  # columns of a tile that beats `skinny`
 FULL_STAGE = 12 << 10  # bytes that are worth a barrier
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Tiles of m rows (64 or 128) and `n` columns of sums, steps of k, as many in flight as there are stages, blocks of a
-    cluster over rows and columns. Raises ValueError for what the template does not take."""
+    """Tiles of m rows (64 or 128) and `n` columns of sums, steps of k, as many in flight as there are stages; warpgroups
+    that multiply: two for 128 rows, else up to four that take steps in turns. Raises ValueError for what the template does
+    not take."""
 
     m: int
     n: int
     k: int
     num_stages: int
-    cluster_m: int = 1
-    cluster_n: int = 1
+    groups: int
 
     def __post_init__(self) -> None:
         allowed = {
             "m": (64, 128), "n": range(16, 257, 16), "k": (64, 128, 256), "num_stages": range(1, 65),
-            "cluster_m": (1, 2) if self.m == 128 else (1,), "cluster_n": (1, 2),
+            "groups": (2,) if self.m == 128 else (1, 2, 3, 4),
         }  # fmt: skip
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} = {getattr(self, name)} is not supported")
+        if self.num_stages <= self.turns:  # each group holds a stage until its next one is there
+            raise ValueError(f"num_stages = {self.num_stages} must be more than {self.turns}")
 
     @property
-    def cluster(self) -> int:
-        """Blocks of a cluster."""
-        return self.cluster_m * self.cluster_n
+    def turns(self) -> int:
+        """Warpgroups that share rows."""
+        return self.groups * 64 // self.m
 
     @property
     def warps(self) -> int:
-        """Four that copy, four for each 64 rows that multiply."""
-        return 4 + self.m // 16
+        """Four that copy, four of each group."""
+        return 4 + 4 * self.groups
 
     def x_rows(self, rows: int) -> int:
         """Rows of x that are copied, of up to `rows`: groups of 8, which are swizzled together."""
-        unit = 8 * self.cluster_n
-        return self.m if self.m == 128 else -(-min(rows, 64) // unit) * unit
+        return self.m if self.m == 128 else -(-min(rows, 64) // 8) * 8
 
     def shared_bytes(self, rows: int) -> int:
-        """Shared memory of a block: aligned stages, two barriers for each, scales of rows; products of 64 rows read over
-        the end of fewer."""
-        box = (self.x_rows(rows) + self.n) * DEPTH * 2
-        more = 8 + 64 * 4 + (64 - self.x_rows(rows)) * DEPTH * 2 if self.m == 64 else 0
-        return 1024 + self.num_stages * (box * (self.k // DEPTH) + 16) + more
+        """Shared memory of a block: aligned stages, two barriers for each, scales of rows, sums of all groups but one;
+        products of 64 rows read over the end of fewer."""
+        more = 8 + 64 * 4 + (self.groups - 1) * 64 * self.n * 4 if self.m == 64 else 0
+        more = max(more, (self.m - self.x_rows(rows)) * DEPTH * 2)
+        return 1024 + self.num_stages * ((self.x_rows(rows) + self.n) * self.k * 2 + 16) + more
 
 
 def takes(layer: Layer, rows: int) -> bool:
-    """Whether this template computes a layer for up to `rows` rows: 16-bit floats, rows of whole blocks of 64."""
-    x = layer.dot.inputs[0].type
+    """Whether this template computes a layer for up to `rows` rows: 16-bit floats, rows of whole blocks of 64. Up to 64 rows
+    it takes layers that one wave of wide tiles covers: narrow ones wait for one product after the other."""
+    x, arch = layer.dot.inputs[0].type, layer.frame.setting.arch
     even = layer.depth % DEPTH == 0 and layer.width % 2 == 0 and rows * layer.width < 1 << 31
-    return rows > 1 and layer.frame.setting.arch == "sm90" and even and x.dtype.name in ("bf16", "f16") and _has_form(layer)
+    if rows == 1 or arch != "sm90" or not even or x.dtype.name not in ("bf16", "f16") or not _has_form(layer):
+        return False
+    tile = rule(arch, layer.shape)
+    return rows > 64 or tile.n >= WIDE and tiles_of(layer.shape, tile) <= PROGRAMS
 
 
 def _has_form(layer: Layer) -> bool:
@@ -97,42 +102,34 @@ def _has_form(layer: Layer) -> bool:
 
 
 def tiles_of(of: Linear, tile: Tile) -> int:
-    """Tiles of whole clusters that a layer is cut into."""
-    return -(-of.rows // (tile.m * tile.cluster_m)) * -(-of.n * of.parts // (tile.n * tile.cluster_n))
-
-
-def clusters_at_once(tile: Tile) -> int:
-    """Those that a card holds: a cluster lies within a group of 16 or 18 multiprocessors."""
-    return PROGRAMS // tile.cluster if tile.cluster < 4 else PROGRAMS // 33 * 8
+    """Tiles that a layer is cut into."""
+    return -(-of.rows // tile.m) * -(-of.n * of.parts // tile.n)
 
 
 def cost(of: Linear, tile: Tile) -> float:
-    """Cycles, about. Of a step of 64: products at 2048 multiplications a cycle; x, and w where others read it too, from L2
-    at 32 bytes a cycle; w from memory at 20. Then what a wave takes to begin and end."""
-    waves = -(-tiles_of(of, tile) // clusters_at_once(tile))
-    x, w = tile.x_rows(of.rows) // tile.cluster_n * DEPTH * 2, tile.n // tile.cluster_m * DEPTH * 2
-    read = (x + w) / 32 if of.rows > 64 else x / 32 + w / 20
-    step = max(tile.m * tile.n / 32, read, 150 if tile.m == 64 else 300)
-    return waves * (-(-of.depth // DEPTH) * step + 10 * tile.n) + 3000
+    """Cycles, about. Of a step of 64: products at 2048 multiplications a cycle, but no less than what one takes alone; x
+    and, for many rows, w from L2 at 64 bytes a cycle; w from memory at 20. Then what a wave takes to begin and end."""
+    x, w = tile.x_rows(of.rows) * DEPTH * 2, tile.n * DEPTH * 2
+    read = (x + w) / 64 if of.rows > 64 else x / 64 + w / 20
+    step = max(tile.m * tile.n / 32, read, 240 / tile.turns)
+    return -(-tiles_of(of, tile) // PROGRAMS) * (-(-of.depth // DEPTH) * step + 10 * tile.n) + 3000
 
 
-def staged(arch: str, rows: int, n: int, parts: int = 1, cluster_m: int = 1, cluster_n: int = 1) -> Tile:
+def staged(arch: str, rows: int, n: int, parts: int = 1) -> Tile:
     """The tile for up to `rows` rows with as many stages as fit the shared memory."""
     m, k = 64 if rows <= 64 else 128, DEPTH
-    tile = Tile(m, n, k, 1, cluster_m, cluster_n)
-    while parts == tile.cluster == 1 and k < 256 and (tile.x_rows(rows) + n) * k * 2 < FULL_STAGE:
+    tile = Tile(m, n, k, 5, 2 if m == 128 else 4 if n <= 32 else 2 if n <= 64 else 1)
+    while parts == 1 and k < 256 and (tile.x_rows(rows) + n) * k * 2 < FULL_STAGE:
         k *= 2
-    one, two = (replace(tile, k=k, num_stages=stages).shared_bytes(rows) for stages in (1, 2))
-    return replace(tile, k=k, num_stages=min((LIMITS[arch].shared_bytes - one) // (two - one) + 1, 64))
+    one, two = (replace(tile, k=k, num_stages=stages).shared_bytes(rows) for stages in (5, 6))
+    return replace(tile, k=k, num_stages=min((LIMITS[arch].shared_bytes - one) // (two - one) + 5, 64))
 
 
 def every(arch: str, of: Linear) -> list[Tile]:
     """All tiles of a layer, the cheapest first; those of equal cost by fewer columns."""
     most = min(-(-of.n * of.parts // 16) * 16, 256)
-    clusters = [(m, n) for m, n in product((1, 2), (1, 2)) if of.rows > 128 * (m - 1)]
     widths = [n for n in range(16, most + 1, 16) if (n // of.parts) % of.squares == 0]
-    tiles = [staged(arch, of.rows, n, of.parts, *c) for n in widths for c in clusters]
-    return sorted(tiles, key=lambda t: (cost(of, t), t.n, t.cluster))
+    return sorted((staged(arch, of.rows, n, of.parts) for n in widths), key=lambda t: (cost(of, t), t.n))
 
 
 def rule(arch: str, of: Linear) -> Tile:
@@ -140,15 +137,15 @@ def rule(arch: str, of: Linear) -> Tile:
 
 
 def candidates(arch: str, of: Linear) -> Iterator[Tile]:
-    """The 24 that look cheapest."""
-    yield from every(arch, of)[:24]
+    """All widths."""
+    yield from every(arch, of)
 
 
 def _wrong(of: Linear, tile: Tile) -> str:
     if (tile.m == 64) != (of.rows <= 64):
         return "m must be 64 for up to 64 rows, else 128"
-    if tile.k > DEPTH and (of.parts == 2 or tile.cluster > 1):
-        return "k must be 64 where a tile comes in two pieces"
+    if tile.k > DEPTH and of.parts == 2:
+        return "k must be 64 for a gated layer"
     return f"n must be a multiple of {of.squares}, whose squares are added up" if tile.n // of.parts % of.squares else ""
 
 
@@ -183,15 +180,14 @@ def wgmma(layer: Layer) -> Source:
         rows=epilogue.rows, row_lines=epilogue.row_lines, lines=epilogue.lines, outputs=epilogue.outputs,
     )  # fmt: skip
     types = (*(POINTER[v.type.dtype.name] for v in frame.arguments), "*i32")
-    pieces = 2 if tile.cluster_m == 2 or layer.parts == 2 else 1
     maps = (
-        TensorMap(frame.arguments.index(x), element, layer.most, layer.depth, x_rows // tile.cluster_n, tile.k // DEPTH),
-        TensorMap(frame.arguments.index(w), element, layer.width * layer.parts, layer.depth, tile.n // pieces, tile.k // DEPTH),
+        TensorMap(frame.arguments.index(x), element, layer.most, layer.depth, x_rows, tile.k // DEPTH),
+        TensorMap(frame.arguments.index(w), element, w.type.ints[0], layer.depth, tile.n // layer.parts, tile.k // DEPTH),
     )
     symbol = f"{frame.kernel.family}_{hashlib.sha256(f'{text}{types}'.encode()).hexdigest()[:12]}"
-    clusters = min(tiles_of(layer.shape, tile), clusters_at_once(tile))  # they stay, and leave early where rows are few
+    blocks = min(tiles_of(layer.shape, tile), PROGRAMS)  # they stay, and leave early where rows are few
     return Source(
-        symbol, text.replace("__kernel__", symbol), types, (clusters * tile.cluster, 1, 1), tile.warps, tile.num_stages,
+        symbol, text.replace("__kernel__", symbol), types, (blocks, 1, 1), tile.warps, tile.num_stages,
         shared_bytes=shared, language="cuda", maps=maps,
     )  # fmt: skip
 

@@ -22,12 +22,12 @@ def forced(monkeypatch):
     def force(tile, blocks=8):
         family = Family("wgmma", Tile, lambda arch, of: tile, lambda arch, of: [])
         monkeypatch.setattr(wgmma, "WGMMA", family)
-        monkeypatch.setattr(wgmma, "clusters_at_once", lambda tile: blocks // tile.cluster)
+        monkeypatch.setattr(wgmma, "PROGRAMS", blocks)
+        monkeypatch.setattr(wgmma, "takes", lambda layer, rows: rows > 1)
 
     return force
 
 
-@pytest.mark.parametrize("cluster", [(1, 1), (2, 1), (1, 2), (2, 2)])
 @pytest.mark.parametrize(
     ("bound", "rows", "n", "k", "epilogue", "columns", "stages"),
     [
@@ -36,30 +36,32 @@ def forced(monkeypatch):
         (130, 129, 224, 128, "swiglu", 112, 3),
     ],
 )
-def test_tiles_in_clusters(forced, monkeypatch, cluster, bound, rows, n, k, epilogue, columns, stages):
-    forced(Tile(128, columns, 64, stages, *cluster), blocks=4)
+def test_many_tiles(forced, monkeypatch, bound, rows, n, k, epilogue, columns, stages):
+    forced(Tile(128, columns, 64, stages, 2), blocks=4)
     monkeypatch.setitem(kernels.SIZES, "m", rows)
     assert check(linear_graph(bf16, bound, n, k, epilogue), arch="sm90") == ["matmul"]
 
 
 @pytest.mark.parametrize(
-    ("bound", "rows", "n", "k", "epilogue", "columns", "depth", "stages", "cluster"),
+    ("bound", "rows", "n", "k", "epilogue", "columns", "depth", "stages", "groups"),
     [
         (2, 2, 160, 192, "bias_residual", 48, 128, 2, 1),  # products read over the end of the last stage; half a step left
         (64, 50, 96, 64, "", 16, 256, 4, 1),
         (33, 9, 224, 512, "swiglu", 112, 64, 3, 2),
-        (20, 20, 96, 512, "", 32, 64, 3, 2),
+        (20, 20, 96, 512, "", 32, 64, 5, 4),
+        (20, 20, 96, 128, "bias_residual", 32, 64, 5, 3),  # fewer steps than groups
     ],
 )
-def test_few_rows(forced, monkeypatch, bound, rows, n, k, epilogue, columns, depth, stages, cluster):
-    forced(Tile(64, columns, depth, stages, 1, cluster), blocks=4)
+def test_few_rows(forced, monkeypatch, bound, rows, n, k, epilogue, columns, depth, stages, groups):
+    forced(Tile(64, columns, depth, stages, groups), blocks=4)
     monkeypatch.setitem(kernels.SIZES, "m", rows)
     assert check(linear_graph(bf16, bound, n, k, epilogue), arch="sm90") == ["matmul"]
 
 
-@pytest.mark.parametrize(("bound", "rows", "h"), [(8, 5, 128), (64, 50, 64), (64, 64, 4160)])
-def test_norms_between_layers(monkeypatch, bound, rows, h):
+@pytest.mark.parametrize(("bound", "rows", "h", "groups"), [(8, 5, 128, 1), (64, 50, 64, 4), (64, 64, 4160, 2)])
+def test_norms_between_layers(forced, monkeypatch, bound, rows, h, groups):
     """The first layer adds up squares, the second one scales its sums."""
+    forced(Tile(64, 128 // groups, 64, 5, groups))
     monkeypatch.setitem(kernels.SIZES, "m", rows)
     assert check(kernels.layers_with_norm(bf16, bound, h, 64), arch="sm90") == ["matmul"] * 2
 
@@ -81,7 +83,7 @@ def test_leading_axes(monkeypatch, dtype):
 )
 def test_what_is_wrong_in_the_template_is_found(forced, monkeypatch, right, wrong):
     """The emulation can fail: without a wait, or with the wrong tile."""
-    forced(Tile(128, 32, 64, 2, 2, 2), blocks=4)
+    forced(Tile(128, 32, 64, 2, 2), blocks=4)
     monkeypatch.setitem(kernels.SIZES, "m", 300)
     original = wgmma.environment().get_template("wgmma.cu.j2")
 
@@ -100,7 +102,7 @@ def test_what_is_wrong_in_the_template_is_found(forced, monkeypatch, right, wron
 @pytest.mark.parametrize("n", [16, 96, 224, 256])
 def test_every_tile_assembles(forced, n):
     """NVRTC takes the source; registers of the warps that multiply suffice."""
-    forced(staged("sm90", 512, n, 2, 2, 2))
+    forced(staged("sm90", 512, n, 2))
     program = kernels.program_of(linear_graph(bf16, 512, 1024, 512, "swiglu"))
     sources = render_program(program, "sm90", dim_order([program]), {}).values()
     assert [s.language for s in sources] == ["cuda"]
@@ -123,11 +125,20 @@ def test_what_nvrtc_refuses_is_one_line():
     assert "\n" not in str(caught.value)
 
 
-def test_other_layers_stay_with_triton():
-    """Types without such products, rows that are not whole 16 bytes, other architectures."""
-    for dtype, k, arch in ((f32, 64, "sm90"), (bf16, 60, "sm90"), (bf16, 64, "sm80"), (bf16, 64, "sm100")):
-        program = kernels.program_of(linear_graph(dtype, 300, 64, k, ""))
-        assert [s.language for s in render_program(program, arch, dim_order([program]), {}).values()] == ["triton"]
+@pytest.mark.parametrize(
+    ("dtype", "rows", "n", "k", "arch", "language"),
+    [
+        (bf16, 300, 64, 64, "sm90", "cuda"), (f16, 65, 64, 64, "sm90", "cuda"), (f32, 300, 64, 64, "sm90", "triton"),
+        (bf16, 300, 64, 60, "sm90", "triton"), (bf16, 300, 64, 64, "sm80", "triton"), (bf16, 300, 64, 64, "sm100", "triton"),
+        (bf16, 64, 6144, 64, "sm90", "cuda"),  # 128 tiles of 48 columns
+        (bf16, 64, 4096, 64, "sm90", "triton"),  # narrow ones
+        (bf16, 64, 128256, 64, "sm90", "triton"),  # several waves
+        (bf16, 1, 6144, 64, "sm90", "triton"),
+    ],
+)  # fmt: skip
+def test_which_layers_it_takes(dtype, rows, n, k, arch, language):
+    program = kernels.program_of(linear_graph(dtype, rows, n, k, ""))
+    assert [s.language for s in render_program(program, arch, dim_order([program]), {}).values()] == [language]
 
 
 @pytest.mark.parametrize("rows", [8, 64, 512])
@@ -136,15 +147,15 @@ def test_the_rule_fills_the_card(rows):
     for n, depth, parts in ((14336, 4096, 2), (4096, 14336, 1), (6144, 4096, 1), (4096, 4096, 1), (2048, 8192, 1)):
         of = Linear(rows, n, depth, parts, bf16)
         tile = rule("sm90", of)
-        blocks = tiles_of(of, tile) * tile.cluster
+        blocks = tiles_of(of, tile)
         assert blocks / (-(-blocks // 132) * 132) > 0.9
         assert tile.shared_bytes(rows) <= 227 << 10 and cost(of, tile) == min(cost(of, t) for t in every("sm90", of))
 
 
 @pytest.mark.parametrize(
     "fields",
-    [{"n": 24}, {"n": 272}, {"n": 0}, {"m": 32}, {"k": 96}, {"cluster_m": 3}, {"m": 64, "cluster_m": 2}, {"num_stages": 0}],
+    [{"n": 24}, {"n": 272}, {"n": 0}, {"m": 32}, {"k": 96}, {"groups": 3}, {"m": 64, "groups": 5}, {"num_stages": 1}],
 )
 def test_tiles_that_the_template_does_not_take(fields):
     with pytest.raises(ValueError):
-        Tile(**({"m": 128, "n": 64, "k": 64, "num_stages": 2} | fields))
+        Tile(**({"m": 128, "n": 64, "k": 64, "num_stages": 2, "groups": 2} | fields))

@@ -10,7 +10,7 @@ typedef int int32_t;
 typedef unsigned long long uint64_t;
 typedef long long int64_t;
 
-#define KERNEL extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
 #define GRID_CONSTANT const __grid_constant__
 #define DEVICE __device__ __forceinline__
 
@@ -58,20 +58,16 @@ DEVICE char* shared_memory() {
   extern __shared__ char memory[];
   return memory + (-shared_address(memory) & 1023);
 }
-DEVICE uint32_t rank_in_cluster() {
-  uint32_t rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-DEVICE void cluster_barrier() {
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+DEVICE void block_barrier() { __syncthreads(); }
+// Of `COUNT` threads of a block.
+template <int NUMBER, int COUNT> DEVICE void warpgroups_barrier() {
+  asm volatile("bar.sync %0, %1;" ::"n"(NUMBER), "n"(COUNT) : "memory");
 }
 
 DEVICE void barrier_init(uint64_t* b, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
 }
-DEVICE void barriers_are_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+DEVICE void barriers_are_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 DEVICE void barrier_expect(uint64_t* b, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
@@ -80,23 +76,11 @@ DEVICE void barrier_wait(uint64_t* b, uint32_t parity) {
       "{\n.reg .pred done;\nwait:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra ready;\n"
       "bra wait;\nready:\n}" ::"r"(shared_address(b)), "r"(parity) : "memory");
 }
-// Arrives at the barrier of this name in another block of the cluster, or in the own one. With the default scope (the
-// block): nothing was written that others read, and a wider one would wait for all stores of the thread each time.
-DEVICE void barrier_arrive(uint64_t* b, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(b)), "r"(rank) : "memory");
+DEVICE void barrier_arrive(uint64_t* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(b)) : "memory");
 }
 
-// Copies the box of a tensor map that begins at row `row` and at block `k` of 64 columns to the same place of several
-// blocks of the cluster; its bytes count at the barrier `b` of each.
-DEVICE void copy_tile_to(uint16_t blocks, void* to, const TensorMap* map, int k, int row, uint64_t* b) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%6, %5, %4}], [%2], %3;" ::"r"(shared_address(to)), "l"(map), "r"(shared_address(b)), "h"(blocks),
-      "r"(k), "r"(row), "r"(0) : "memory");
-}
-// The same, to the own block.
+// Copies the box of a tensor map that begins at row `row` and at block `k` of 64 columns; its bytes count at `b`.
 DEVICE void copy_tile(void* to, const TensorMap* map, int k, int row, uint64_t* b) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%5, %4, %3}], [%2];" ::"r"(

@@ -1,4 +1,4 @@
-// The functions of `hopper.cuh` on a CPU: the threads of a cluster are fibers that take turns, shared memory is
+// The functions of `hopper.cuh` on a CPU: the threads of a block are fibers that take turns, shared memory is
 // poisoned, copies and products are done at once. For tests.
 #pragma once
 #include <math.h>
@@ -27,44 +27,42 @@ constexpr int SHARED_BYTES = 227 << 10;
 
 inline ucontext_t scheduler;
 inline std::vector<Fiber> fibers;
-inline std::vector<char*> shared;  // of each block of the cluster
+inline char* shared;
 inline Index thread, block, grid;
-inline std::vector<float> exchanged;  // by the threads of a cluster
-inline int threads, met, meetings, idle_turns;
+inline std::vector<float> exchanged;  // by the threads
+inline int threads, idle_turns;
+inline struct { int met, count; } meetings[2];
 inline void (*body)();
 
 inline void fail(const char* why) {
   fprintf(stderr, "%s in block %d, thread %d\n", why, block.x, thread.x);
   abort();
 }
-inline int fiber() { return block.x % (int)shared.size() * threads + thread.x; }
-inline void yield() { swapcontext(&fibers[fiber()].context, &scheduler); }
+inline void yield() { swapcontext(&fibers[thread.x].context, &scheduler); }
 inline void enter() {
   body();
-  fibers[fiber()].ended = true;
+  fibers[thread.x].ended = true;
   yield();
 }
-inline char* of_block(const void* p, int rank) {
-  const int own = block.x % (int)shared.size();
-  const ptrdiff_t offset = (const char*)p - shared[own];
-  if (offset < 0 || offset >= SHARED_BYTES) fail("an address outside of shared memory");
-  return shared[rank] + offset;
+inline void meet(int place, int count) {
+  const int generation = meetings[place].count;
+  if (++meetings[place].met == count) meetings[place].met = 0, ++meetings[place].count;
+  while (meetings[place].count == generation) yield();
+  idle_turns = 0;
 }
 inline void settle(Barrier* b) {
   if (b->pending || b->bytes) return;
   b->phase ^= 1;
   b->pending = b->arrivals;
 }
-inline void run_cluster(int first, int cluster) {
-  shared.resize(cluster);
-  for (char*& memory : shared) {
-    memory = (char*)aligned_alloc(1024, SHARED_BYTES + 1024);
-    memset(memory, 0xA5, SHARED_BYTES);
-  }
-  met = meetings = idle_turns = 0;
-  exchanged.assign(cluster * threads, 0);
+inline void run_block(int number) {
+  block = {number, 0, 0};
+  shared = (char*)aligned_alloc(1024, SHARED_BYTES + 1024);
+  memset(shared, 0xA5, SHARED_BYTES);
+  idle_turns = 0;
+  exchanged.assign(threads, 0);
   fibers.clear();
-  fibers.resize(cluster * threads);
+  fibers.resize(threads);
   for (Fiber& f : fibers) {
     f.stack.resize(64 << 10);
     f.ended = false;
@@ -76,15 +74,14 @@ inline void run_cluster(int first, int cluster) {
   for (bool active = true; active;) {
     active = false;
     if (++idle_turns > 100000) fail("nothing moves any more");
-    for (size_t i = 0; i < fibers.size(); ++i) {
+    for (int i = 0; i < threads; ++i) {
       if (fibers[i].ended) continue;
-      block = {first + (int)i / threads, 0, 0};
-      thread = {(int)i % threads, 0, 0};
+      thread = {i, 0, 0};
       swapcontext(&scheduler, &fibers[i].context);
       active |= !fibers[i].ended;
     }
   }
-  for (char* memory : shared) free(memory);
+  free(shared);
 }
 }  // namespace host
 
@@ -132,22 +129,17 @@ struct alignas(64) TensorMap { const char* base; int64_t rows, columns, box_rows
 
 // All lanes of a warp call it: each in its turn, twice around.
 DEVICE float from_lane(float x, int lane) {
-  host::exchanged[host::fiber()] = x;
+  host::exchanged[host::thread.x] = x;
   host::yield();
-  const float y = host::exchanged[host::fiber() / 32 * 32 + lane];
+  const float y = host::exchanged[host::thread.x / 32 * 32 + lane];
   host::yield();
   return y;
 }
 DEVICE float rsqrtf(float x) { return 1 / sqrtf(x); }
 
-DEVICE char* shared_memory() { return host::shared[host::block.x % (int)host::shared.size()]; }
-DEVICE int rank_in_cluster() { return host::block.x % (int)host::shared.size(); }
-DEVICE void cluster_barrier() {
-  const int generation = host::meetings;
-  if (++host::met == (int)host::fibers.size()) host::met = 0, ++host::meetings;
-  while (host::meetings == generation) host::yield();
-  host::idle_turns = 0;
-}
+DEVICE char* shared_memory() { return host::shared; }
+DEVICE void block_barrier() { host::meet(0, host::threads); }
+template <int NUMBER, int COUNT> DEVICE void warpgroups_barrier() { host::meet(NUMBER, COUNT); }
 DEVICE void barrier_init(uint64_t* b, int arrivals) {
   *(host::Barrier*)b = host::Barrier{(int16_t)arrivals, (int16_t)arrivals, 0, 0};
 }
@@ -162,33 +154,27 @@ DEVICE void barrier_wait(uint64_t* b, int parity) {
   while (((host::Barrier*)b)->phase == (uint32_t)parity) host::yield();
   host::idle_turns = 0;
 }
-DEVICE void barrier_arrive(uint64_t* b, int rank) {
-  host::Barrier* const at = (host::Barrier*)host::of_block(b, rank);
+DEVICE void barrier_arrive(uint64_t* b) {
+  host::Barrier* const at = (host::Barrier*)b;
   if (--at->pending < 0) host::fail("more arrivals than a barrier has");
   host::settle(at);
 }
 
 // 128-byte rows in groups of 8: bits 4 to 6 of an address are xored with bits 7 to 9.
 DEVICE char* swizzled(char* p) { return (char*)((uintptr_t)p ^ ((uintptr_t)p >> 7 & 7) << 4); }
-DEVICE void copy_tile_to(uint16_t blocks, void* to, const TensorMap* map, int k, int row, uint64_t* b) {
-  for (int rank = 0; rank < (int)host::shared.size(); ++rank) {
-    if (!(blocks >> rank & 1)) continue;
-    char* const target = host::of_block(to, rank);
-    if ((uintptr_t)target % 1024) host::fail("a tile that is not aligned");
-    for (int64_t r = 0; r < map->box_rows * map->box_blocks; ++r)
-      for (int c = 0; c < 64; ++c) {
-        const int64_t from = row + r % map->box_rows, column = (k + r / map->box_rows) * 64 + c;
-        uint16_t value = 0;
-        if (from < map->rows && column < map->columns) memcpy(&value, map->base + 2 * (from * map->columns + column), 2);
-        memcpy(swizzled(target + 128 * r + 2 * c), &value, 2);
-      }
-    host::Barrier* const at = (host::Barrier*)host::of_block(b, rank);
-    at->bytes -= (int)(map->box_rows * map->box_blocks * 128);
-    host::settle(at);
-  }
-}
 DEVICE void copy_tile(void* to, const TensorMap* map, int k, int row, uint64_t* b) {
-  copy_tile_to(1 << host::block.x % (int)host::shared.size(), to, map, k, row, b);
+  char* const target = (char*)to;
+  if ((uintptr_t)target % 1024) host::fail("a tile that is not aligned");
+  for (int64_t r = 0; r < map->box_rows * map->box_blocks; ++r)
+    for (int c = 0; c < 64; ++c) {
+      const int64_t from = row + r % map->box_rows, column = (k + r / map->box_rows) * 64 + c;
+      uint16_t value = 0;
+      if (from < map->rows && column < map->columns) memcpy(&value, map->base + 2 * (from * map->columns + column), 2);
+      memcpy(swizzled(target + 128 * r + 2 * c), &value, 2);
+    }
+  host::Barrier* const at = (host::Barrier*)b;
+  at->bytes -= (int)(map->box_rows * map->box_blocks * 128);
+  host::settle(at);
 }
 DEVICE void prefetch_map(const TensorMap*) {}
 
