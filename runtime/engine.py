@@ -10,7 +10,7 @@ import numpy as np
 
 from aotc.errors import RequestError
 from aotc.runtime.kv_cache import BlockTable, PagePool
-from aotc.runtime.offload import Costs, Offload
+from aotc.runtime.offload import Costs, Offload, PageCopy
 from aotc.runtime.pace import Pace
 from aotc.runtime.prefix_cache import PrefixCache
 from aotc.runtime.queue_limits import QueueLimits
@@ -54,11 +54,11 @@ class Executor(Protocol):
         """What a step gives, once it has ended. Valid until one more has been launched."""
         ...
 
-    def save_pages(self, ids: np.ndarray) -> np.ndarray:
-        """Copies pages i32 [n] into host memory: u8 [n, page_bytes]."""
+    def save_pages(self, ids: np.ndarray, data: np.ndarray) -> PageCopy | None:
+        """Copies pages i32 [n] into host memory u8 [n, page_bytes], see PageCopier."""
         ...
 
-    def load_pages(self, saved: np.ndarray, ids: np.ndarray) -> None:
+    def load_pages(self, data: np.ndarray, ids: np.ndarray) -> PageCopy | None:
         """Copies them back, to pages i32 [n]."""
         ...
 
