@@ -17,6 +17,8 @@ from aotc.runtime.queue_limits import QueueLimits
 from aotc.runtime.scheduler import Scheduler
 from aotc.runtime.sequence import NO_SLOT, Request, Row, Sequence, SessionKey, TokenOutput
 
+_PAUSE = 1e-4  # seconds
+
 
 class StepResult(Protocol):
     """What a step gives for each row: token i32 [rows], logprobs f32 and logprob_ids i32 [rows, 21]."""
@@ -194,6 +196,8 @@ class Engine:
             outputs += self._land(self._flight)
         rows = self.scheduler.schedule()
         before, self._flight = self._flight, self._launch(rows) if rows else None
+        if not rows and before is None and self.scheduler.copying:
+            time.sleep(_PAUSE)  # who copies is another thread of this process
         if before is not None:
             self._pace.launched(self._clock() - begin)
             outputs += self._land(before)
