@@ -103,7 +103,9 @@ class CudaExecutor(DeviceExecutor):
         no more than there are, and one a buffer at least."""
         device, slots = self.device, self.max_num_seqs
         pages = min(max(_COPY_BYTES // BUFFERS // max(self.page_bytes, 1), 1), -(-self.num_pages // BUFFERS))
-        frame = (self._step_bytes, self._result_bytes, 4 * self.max_model_len)
+        begun = slots * self.max_model_len  # tokens of all that can begin at once, but for pages that they share
+        prompts = max(min(begun, self.num_pages * self.page_size or begun), self.max_model_len)
+        frame = (self._step_bytes, self._result_bytes, 4 * prompts)
         sizes = (*frame, *frame, slots * 8 * MAX_LOGIT_BIAS, slots * 4 * _MAX_BANS, BUFFERS * pages * self.page_bytes)
         places = np.cumsum([0, *(-(-n // 64) * 64 for n in sizes)])
         block = device.pinned(int(places[-1]))
@@ -205,6 +207,8 @@ class CudaExecutor(DeviceExecutor):
     def settle(self) -> None:
         self.device.enter()
         self.device.synchronize()
+        if self._pages is not None:
+            self._pages.settle()
 
     def launch(self, rows: list[Row]) -> _CudaFrame:
         device = self.device

@@ -58,7 +58,7 @@ class _Waiter:
 
 class SharedEngine:
     """A thread-safe engine. `make` gives the engine, and another one after a step that failed; `settle` waits until the
-    device has ended what was interrupted, `close` frees it.
+    device has ended what that began, `close` frees it.
 
     `_lock` guards who leads and who waits, for microseconds. The engine itself belongs to the leader. What others want
     of it lies in `_inbox`, whose order counts; it is appended to without the lock, by finalisers too.
@@ -253,14 +253,12 @@ class SharedEngine:
         for call in list(self._calls.values()):
             self._end(call, copy.copy(error))  # an exception belongs to the thread that raises it
         self._inbox.clear()
-        self.engine = self._make()
+        self._renew()
 
     def _restart(self) -> None:
         """After a step that was interrupted, nothing that the engine knows counts. Requests are computed again from
         their prompts: what is drawn depends on seed and position alone."""
-        with contextlib.suppress(AotcError):  # the next step will say so
-            self._settle()
-        self.engine = self._make()
+        self._renew()
         waiting = {w.call for w in self._inbox if w.error is None}
         for call in list(self._calls.values()):
             if call.busy:
@@ -268,6 +266,11 @@ class SharedEngine:
             elif call not in waiting:
                 call.replayed = 0
                 self._inbox.appendleft(_Wish(call))
+
+    def _renew(self) -> None:
+        with contextlib.suppress(AotcError):  # the next step will say so
+            self._settle()
+        self.engine = self._make()
 
     def _answer_inbox(self) -> None:
         while self._inbox:

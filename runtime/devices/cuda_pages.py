@@ -35,7 +35,8 @@ class CudaPages:
 
     def __init__(self, device: CudaDevice, kv: int, pinned: np.ndarray) -> None:
         self._device, self._kv, self._page_bytes = device, kv, pinned.shape[2]
-        self._free = deque(_Buffer(device, pages) for pages in pinned)
+        self._buffers = [_Buffer(device, pages) for pages in pinned]
+        self._free = deque(self._buffers)
         self._worker = ThreadPoolExecutor(1, "aotc-pages")  # its thread starts with the first copy
         self._error: DeviceError | None = None
 
@@ -47,9 +48,15 @@ class CudaPages:
         """Copies u8 [n, page_bytes], all of which was saved or is about to be, into pages i32 [n]."""
         return CudaLoad(self, ids.copy(), data)
 
+    def settle(self) -> None:
+        """Forgets all copies that nobody goes on with: every buffer is free. The stream must have been waited for."""
+        self._worker.submit(int).result()
+        self._free = deque(self._buffers)
+
     def close(self) -> None:
         """Waits until the thread touches no pinned memory any more."""
         self._worker.shutdown(cancel_futures=True)
+        self._buffers.clear()
         self._free.clear()
 
     def take(self) -> _Buffer | None:

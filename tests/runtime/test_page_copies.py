@@ -1,6 +1,8 @@
 """Pages copied to host memory and back by a GPU: what was in them, and nothing else, moves; in the order of its stream,
 and nobody waits for it who steps the engine."""
 
+import threading
+
 import numpy as np
 import pytest
 from fake_executor import COPY, expected, request, run, tokens
@@ -102,8 +104,11 @@ def test_pages_are_there_for_what_begins_after_their_copy(paged):
     """Memory that is copied back may be another's by the time at which the GPU copies it: buffers are not."""
     executor, driver, kv = paged(buffers=2)
     data = np.repeat(np.arange(1, 6, dtype=np.uint8)[:, None], kv.shape[1], 1)
-    copy = executor.load_pages(data, LOADED)
-    assert copy.go_on() == 5, "the host fills the buffers first"
+    copy, busy = executor.load_pages(data, LOADED), threading.Event()
+    executor._pages.submit(busy.wait, 10)
+    for _ in range(3):
+        assert copy.go_on() == 5, "a thread fills the buffers first, when it has time"
+    busy.set()
     rest(executor)
     assert copy.go_on() == 3
     data[:2] = 77
@@ -132,6 +137,16 @@ def test_buffers_of_a_copy_that_was_stopped_are_free(paged, moment):
     finish(executor, driver, copy)
     assert (data == 9).all() and len(executor._pages._free) == 2
     assert (kv == 1).all(1).sum() == (2 if moment == "copying" else 0)
+
+
+def test_after_a_step_that_was_interrupted_every_buffer_is_free(paged):
+    executor, driver, _ = paged(buffers=3)
+    assert executor.load_pages(np.ones((2, executor.page_bytes), np.uint8), LOADED[:2]).go_on() == 2
+    assert save(executor)[1].go_on() == 4
+    executor.settle()
+    assert len(executor._pages._free) == 3
+    data, copy = save(executor)
+    finish(executor, driver, copy)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
