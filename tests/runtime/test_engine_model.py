@@ -108,7 +108,8 @@ class Load:
         contents = {}
         for s in leaving:
             for n, page in enumerate(s.pages.ids[: s.pages.count].tolist()):
-                contents.setdefault(page, []).append((s.request.cache_salt, tuple(s.tokens[: (n + 1) * PAGE][: s.saved.computed])))
+                held = s.tokens[: (n + 1) * PAGE][: s.saved.computed]
+                contents.setdefault(page, []).append((s.request.cache_salt, tuple(held)))
         for s in running:
             reached = s.saved.computed if s.saved else s.reached
             assert s.pages.count == -(-reached // PAGE)

@@ -5,7 +5,7 @@ import threading
 
 import numpy as np
 import pytest
-from fake_executor import COPY, expected, request, run, tokens
+from fake_executor import COPY, expected, request, tokens
 from late_cuda import LateDriver, TokenModel
 
 from aotc.errors import DeviceLostError, RequestError
