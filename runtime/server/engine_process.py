@@ -166,7 +166,8 @@ def main(arguments: list[str]) -> int:
 
 
 def serve_to_the_end(engine: Engine, channel: Channel, memory: GpuMemory) -> int:
-    """Serves until the server is gone or talks nonsense, or the device fails; the exit code. Tokens of a failed step are never sent."""
+    """Serves until the server is gone or talks nonsense, or the device fails; the exit code. Tokens of a failed step are
+    never sent."""
     try:
         serve(engine, channel, memory)
     except (DeviceLostError, Garbled) as error:
