@@ -13,7 +13,8 @@ from operator import attrgetter
 from aotc.runtime.deadlines import Deadlines
 from aotc.runtime.kept import KeptSessions
 from aotc.runtime.kv_cache import PagePool
-from aotc.runtime.offload import Offload, SavedPages
+from aotc.runtime.offload import Offload
+from aotc.runtime.page_moves import PageMoves
 from aotc.runtime.prefix_cache import extend_digests
 from aotc.runtime.sequence import NO_SLOT, Row, Sequence
 
@@ -26,10 +27,8 @@ class Scheduler:
 
     With a pool, a sequence takes pages as it grows. When there are none, the last one in the order of turns gives its own
     back and waits: it is computed again from its tokens, or its pages are copied to host memory and back, and goes on as
-    if nothing had been. So the first one always goes on, provided that the pool holds any one sequence whole.
-
-    Nobody waits for a copy. Who leaves has no slot any more, and its pages until they are copied; who comes back has
-    slot and pages, and runs once all is there. Others run meanwhile.
+    if nothing had been (`page_moves.py`). So the first one always goes on, provided that the pool holds any one sequence
+    whole.
     """
 
     def __init__(
@@ -46,11 +45,11 @@ class Scheduler:
         self._known: dict[str, Sequence] = {}  # both, by their requests' ids
         self.preemptions = 0
         self.blocked = False  # the first that waits has a slot to go to, but not the pages
-        self._leaving: list[Sequence] = []  # those of `waiting` that still have pages
         self._deadlines = Deadlines()
         self._free = list(range(max_num_seqs))[::-1]
         self.kept = KeptSessions(pool, self._free)
-        self._budget, self._start, self.pool, self._offload = max_num_batched_tokens, start, pool, offload
+        self._budget, self._start, self.pool = max_num_batched_tokens, start, pool
+        self._moves = PageMoves(pool, offload, self._publish)
 
     @property
     def has_work(self) -> bool:
@@ -70,7 +69,7 @@ class Scheduler:
         """Rows of the next step. One-token rows come first: decoding waits for no prompt longer than the budget."""
         budget, self.blocked = self._budget, False
         rows: dict[Sequence, Row] = {}
-        self._go_on_copying()
+        self._moves.go_on(self.running)
         there = [s for s in self.running if s.saved is None]
         decoding = [s for s in there if s.pending == 1 and not s.complete]
         for sequence in [*decoding, *(s for s in there if s.pending > 1)]:
@@ -102,7 +101,7 @@ class Scheduler:
     @property
     def copying(self) -> bool:
         """Whether sequences wait for copies of their pages, or for pages that are copied."""
-        return bool(self._leaving) or any(s.saved is not None for s in self.running)
+        return bool(self._moves.leaving) or any(s.saved is not None for s in self.running)
 
     @property
     def can_go_ahead(self) -> bool:
@@ -122,7 +121,7 @@ class Scheduler:
         """Ends a sequence, waiting or running, and frees all that it has: a step that runs may still write there, but
         none that begins later reads it. Of a faulty one, no page is shared any more."""
         sequence.forget_steps()
-        self._drop_saved(sequence)
+        self._moves.drop(sequence)
         if sequence.slot != NO_SLOT and sequence.request.session and not faulty:
             _take_out(self.running, sequence)
             self.kept.keep(sequence)
@@ -133,9 +132,7 @@ class Scheduler:
             self._clear_pages(sequence)
         else:
             _take_out(self.waiting, sequence)
-            if sequence in self._leaving:
-                self._leaving.remove(sequence)
-                self._clear_pages(sequence)
+            self._clear_pages(sequence)
         del self._known[sequence.request.request_id]
         sequence.ended = True
 
@@ -202,7 +199,7 @@ class Scheduler:
         pool, session = self.pool, sequence.request.session_key
         if pool is None:
             return True
-        if sequence in self._leaving:
+        if sequence in self._moves.leaving:
             return False
         missing = pool.pages_for(len(sequence.tokens)) - len(found) - self.kept.pages(session)
         while missing > pool.free_pages - sum(not pool.owners(p) for p in found):
@@ -238,47 +235,7 @@ class Scheduler:
                 self.pool.prefixes.queries += len(sequence.tokens)
                 self.pool.prefixes.hits += sequence.computed
         if sequence.saved is not None:
-            self._bring_back(sequence, sequence.saved)
-
-    def _bring_back(self, sequence: Sequence, saved: SavedPages) -> None:
-        """Begins to copy saved pages back, but for those that were found."""
-        assert self.pool is not None and self._offload is not None and sequence.pages is not None
-        if saved.computed <= sequence.computed:
-            self._drop_saved(sequence)
-            return
-        first = sequence.pages.count
-        grown = self.pool.grow(sequence.pages, saved.computed)
-        assert grown
-        self._offload.load(saved, first, sequence.pages.ids[first : sequence.pages.count])
-        self._come_back(sequence, saved)
-
-    def _come_back(self, sequence: Sequence, saved: SavedPages) -> None:
-        """Makes a sequence run whose pages are all there, for steps that begin from now on."""
-        assert self._offload is not None
-        if not self._offload.left(saved):
-            begin, sequence.computed = sequence.computed, saved.computed
-            self._drop_saved(sequence)
-            self._publish(sequence, begin)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """Gives the pages back that are copied, from the last one on: whoever writes there comes after the copy."""
-        assert self.pool is not None and sequence.pages is not None
-        saved, left = sequence.saved, 0
-        if saved is not None:
-            assert self._offload is not None
-            left = self._offload.left(saved)
-        self.pool.shrink(sequence.pages, left * self.pool.page_size)
-        if left and sequence not in self._leaving:
-            self._leaving.append(sequence)
-        elif not left and sequence in self._leaving:
-            self._leaving.remove(sequence)
-
-    def _go_on_copying(self) -> None:
-        for sequence in list(self._leaving):
-            self._leave(sequence)
-        for sequence in self.running:
-            if sequence.saved is not None:
-                self._come_back(sequence, sequence.saved)
+            self._moves.bring_back(sequence, sequence.saved)
 
     def _make_room(self, row: Row) -> list[Sequence]:
         """Takes the pages of a row, from the last sequences where there are none. Returns who is not in the step: those
@@ -290,7 +247,7 @@ class Scheduler:
             if self.kept.evict():
                 continue
             self.blocked = True
-            if self._leaving:
+            if self._moves.leaving:
                 return [*without, row.sequence]
             without.append(self.running[-1])
             self._preempt(without[-1])
@@ -300,14 +257,9 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         assert not sequence.flying, "a step runs that computes it"
-        assert self.pool is not None and sequence.pages is not None
-        count = self.pool.pages_for(sequence.computed)
-        if self._offload is not None and sequence.saved is not None:  # it was about to come back
-            self._offload.stop(sequence.saved)
-        elif self._offload is not None and self._offload.worth(sequence.computed, count):
-            sequence.saved = self._offload.save(sequence.pages.ids[:count], sequence.computed)
+        self._moves.save(sequence)
         self._release(sequence)
-        self._leave(sequence)
+        self._moves.leave(sequence)
         insort(self.waiting, sequence, key=_TURN)
         self.preemptions += 1
 
@@ -326,12 +278,6 @@ class Scheduler:
         if self.pool is not None and self.pool.prefixes is not None and sequence.pages is not None:
             for page in sequence.pages.ids[: sequence.pages.count].tolist():
                 self.pool.prefixes.forget(page)
-
-    def _drop_saved(self, sequence: Sequence) -> None:
-        if sequence.saved is not None:
-            assert self._offload is not None
-            self._offload.drop(sequence.saved)
-            sequence.saved = None
 
 
 def _take_out(sequences: list[Sequence], sequence: Sequence) -> None:
