@@ -55,10 +55,10 @@ class FreeExecutor:
     def launch(self, rows: list[Row]) -> Result:
         return self._result
 
-    def save_pages(self, ids: np.ndarray) -> np.ndarray:
-        return np.zeros((len(ids), self.page_bytes), np.uint8)
+    def save_pages(self, ids: np.ndarray, data: np.ndarray) -> None:
+        pass
 
-    def load_pages(self, saved: np.ndarray, ids: np.ndarray) -> None:
+    def load_pages(self, data: np.ndarray, ids: np.ndarray) -> None:
         pass
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,17 +14,19 @@ from aotc.artifact.manifest import ProgramEntry
 from aotc.artifact.reader import Artifact
 from aotc.errors import AotcError, DeviceError
 from aotc.runtime.devices.cuda import CudaDevice
+from aotc.runtime.devices.cuda_pages import BUFFERS, CudaPages
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
 from aotc.runtime.devices.cuda_weights import CudaWeights
 from aotc.runtime.executor import STANDARD, CacheOptions, DeviceExecutor
 from aotc.runtime.memory import LOGPROBS, Memory, decoder_memory, dims_bytes
+from aotc.runtime.offload import PageCopy
 from aotc.runtime.sampling import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS
 from aotc.runtime.sequence import Row, Sequence
 from aotc.runtime.step_frame import StepFrame, StepOutputs
 from aotc.runtime.step_inputs import StepInputs
 
 _MAX_BANS = 2 * MAX_STOP_TOKEN_IDS  # stop ids, and the model's own ends
-_COPY_BYTES = 16 << 20
+_COPY_BYTES = 32 << 20  # of pinned memory for pages on their way out and back
 _ADVICE = "serve fewer sequences with --max-num-seqs, or compile with a smaller --max-model-len"
 
 
@@ -97,17 +99,19 @@ class CudaExecutor(DeviceExecutor):
 
     def _allocate_host(self) -> None:
         """One block of pinned memory: of two steps the inputs and dims, results, prompts on their way up; of each slot the
-        biases and bans, which the sampler reads where they lie. Last come pages on their way to pageable memory and back,
-        as many as make a long copy."""
+        biases and bans, which the sampler reads where they lie. Last come pages on their way to pageable memory and back:
+        no more than there are, and one a buffer at least."""
         device, slots = self.device, self.max_num_seqs
-        pages = min(max(_COPY_BYTES // max(self.page_bytes, 1), 1), self.num_pages)
-        frame = (self._step_bytes, self._result_bytes, 4 * self.max_model_len)
-        sizes = (*frame, *frame, slots * 8 * MAX_LOGIT_BIAS, slots * 4 * _MAX_BANS, pages * self.page_bytes)
+        pages = min(max(_COPY_BYTES // BUFFERS // max(self.page_bytes, 1), 1), -(-self.num_pages // BUFFERS))
+        begun = slots * self.max_model_len  # tokens of all that can begin at once, but for pages that they share
+        prompts = max(min(begun, self.num_pages * self.page_size or begun), self.max_model_len)
+        frame = (self._step_bytes, self._result_bytes, 4 * prompts)
+        sizes = (*frame, *frame, slots * 8 * MAX_LOGIT_BIAS, slots * 4 * _MAX_BANS, BUFFERS * pages * self.page_bytes)
         places = np.cumsum([0, *(-(-n // 64) * 64 for n in sizes)])
         block = device.pinned(int(places[-1]))
         self._memory = decoder_memory(self.artifact.manifest, self.target, self.cache, block.nbytes)
         *frames, bias, bans, copies = (block[p : p + n] for p, n in zip(places, sizes, strict=False))
-        self._copies = copies.reshape(pages, self.page_bytes)
+        self._pages = CudaPages(device, self._kv, copies.reshape(BUFFERS, pages, self.page_bytes)) if pages else None
         self._bias, self._bans = bias.reshape(slots, 2, -1), bans.reshape(slots, -1)
         self._frames = [self._frame(*frames[:3]), self._frame(*frames[3:])]  # the next step's first
         self.fields = self._frames[0].inputs.fields  # where the device has a step's inputs
@@ -158,9 +162,12 @@ class CudaExecutor(DeviceExecutor):
         super().close()
         if self._background is not None:
             self._background.join()
+        if self._pages is not None:
+            self._pages.close()
         with self._loading:
             self._loaded.clear()
-            self._bias = self._bans = self._copies = np.zeros(0)
+            self._bias = self._bans = np.zeros(0)
+            self._pages = None
             self.device.close()
 
     def start(self, sequence: Sequence) -> None:
@@ -187,41 +194,21 @@ class CudaExecutor(DeviceExecutor):
         except DeviceError as error:
             raise self.device.fail("start", error) from None
 
-    def save_pages(self, ids: np.ndarray) -> np.ndarray:
-        saved = np.empty((len(ids), self.page_bytes), np.uint8)
-        for part, places in self._parts(ids):
-            copies = self._copies[: len(places)]
-            self._copy_pages(self.device.download, copies, places)
-            saved[part] = copies
-        return saved
-
-    def load_pages(self, saved: np.ndarray, ids: np.ndarray) -> None:
-        for part, places in self._parts(ids):
-            copies = self._copies[: len(places)]
-            copies[:] = saved[part]
-            self._copy_pages(lambda page, address: self.device.upload(address, page), copies, places)
-
-    def _parts(self, ids: np.ndarray) -> Iterator[tuple[slice, list[int]]]:
-        """Pages in parts that the pinned copies hold: which of them, and their addresses."""
+    def save_pages(self, ids: np.ndarray, data: np.ndarray) -> PageCopy:
         self.require_open()
-        most = len(self._copies)
-        for first in range(0, len(ids), most):
-            part = slice(first, first + most)
-            yield part, [self._kv + page * self.page_bytes for page in ids[part].tolist()]
+        assert self._pages is not None
+        return self._pages.save(ids, data)
 
-    def _copy_pages(self, copy: Callable[[np.ndarray, int], None], pages: np.ndarray, addresses: list[int]) -> None:
-        """Copies each page, and waits: the pinned copies are free for the next part."""
-        self.device.enter()
-        try:
-            for page, address in zip(pages, addresses, strict=True):
-                copy(page, address)
-            self.device.synchronize()
-        except DeviceError as error:
-            raise self.device.fail("copying pages", error) from None
+    def load_pages(self, data: np.ndarray, ids: np.ndarray) -> PageCopy:
+        self.require_open()
+        assert self._pages is not None
+        return self._pages.load(data, ids)
 
     def settle(self) -> None:
         self.device.enter()
         self.device.synchronize()
+        if self._pages is not None:
+            self._pages.settle()
 
     def launch(self, rows: list[Row]) -> _CudaFrame:
         device = self.device

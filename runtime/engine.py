@@ -10,12 +10,14 @@ import numpy as np
 
 from aotc.errors import RequestError
 from aotc.runtime.kv_cache import BlockTable, PagePool
-from aotc.runtime.offload import Costs, Offload
+from aotc.runtime.offload import Costs, Offload, PageCopy
 from aotc.runtime.pace import Pace
 from aotc.runtime.prefix_cache import PrefixCache
 from aotc.runtime.queue_limits import QueueLimits
 from aotc.runtime.scheduler import Scheduler
 from aotc.runtime.sequence import NO_SLOT, Request, Row, Sequence, SessionKey, TokenOutput
+
+_PAUSE = 1e-4  # seconds
 
 
 class StepResult(Protocol):
@@ -54,11 +56,11 @@ class Executor(Protocol):
         """What a step gives, once it has ended. Valid until one more has been launched."""
         ...
 
-    def save_pages(self, ids: np.ndarray) -> np.ndarray:
-        """Copies pages i32 [n] into host memory: u8 [n, page_bytes]."""
+    def save_pages(self, ids: np.ndarray, data: np.ndarray) -> PageCopy | None:
+        """Copies pages i32 [n] into host memory u8 [n, page_bytes], see PageCopier."""
         ...
 
-    def load_pages(self, saved: np.ndarray, ids: np.ndarray) -> None:
+    def load_pages(self, data: np.ndarray, ids: np.ndarray) -> PageCopy | None:
         """Copies them back, to pages i32 [n]."""
         ...
 
@@ -194,6 +196,8 @@ class Engine:
             outputs += self._land(self._flight)
         rows = self.scheduler.schedule()
         before, self._flight = self._flight, self._launch(rows) if rows else None
+        if not rows and before is None and self.scheduler.copying:
+            time.sleep(_PAUSE)  # who copies is another thread of this process
         if before is not None:
             self._pace.launched(self._clock() - begin)
             outputs += self._land(before)

@@ -18,6 +18,7 @@ from aotc.runtime.devices.cpu import CpuLibrary, CpuProgram, allocate
 from aotc.runtime.devices.opening import choose_device
 from aotc.runtime.kv_cache import CachePlan, choose_cache, parse_bytes, plan_cache
 from aotc.runtime.memory import CLOSED, LOGPROBS, Memory, decoder_memory, weight_bytes
+from aotc.runtime.offload import PageCopy
 from aotc.runtime.sequence import Row, Sequence
 from aotc.runtime.step_frame import StepFrame, StepOutputs
 from aotc.runtime.step_inputs import StepInputs, layout
@@ -86,12 +87,12 @@ class DeviceExecutor(ABC):
         """Writes the tokens known so far into the slot's history, which penalties look at."""
 
     @abstractmethod
-    def save_pages(self, ids: np.ndarray) -> np.ndarray:
-        """Copies pages i32 [n] of the KV cache into memory of the host: u8 [n, page_bytes]."""
+    def save_pages(self, ids: np.ndarray, data: np.ndarray) -> PageCopy | None:
+        """Copies pages i32 [n] of the KV cache into host memory u8 [n, page_bytes]; what is on its way."""
 
     @abstractmethod
-    def load_pages(self, saved: np.ndarray, ids: np.ndarray) -> None:
-        """Copies u8 [n, page_bytes] back to pages i32 [n], before the next step."""
+    def load_pages(self, data: np.ndarray, ids: np.ndarray) -> PageCopy | None:
+        """Copies u8 [n, page_bytes] back to pages i32 [n]; what is on its way."""
 
     @abstractmethod
     def _load(self, entry: ProgramEntry) -> Any:
@@ -197,13 +198,13 @@ class CpuExecutor(DeviceExecutor):
         history = self.history(sequence.slot)
         history[: len(sequence.tokens)] = sequence.tokens
 
-    def save_pages(self, ids: np.ndarray) -> np.ndarray:
+    def save_pages(self, ids: np.ndarray, data: np.ndarray) -> None:
         self.require_open()
-        return self._kv.reshape(-1, self.page_bytes)[ids]
+        self._kv.reshape(-1, self.page_bytes).take(ids, 0, data)
 
-    def load_pages(self, saved: np.ndarray, ids: np.ndarray) -> None:
+    def load_pages(self, data: np.ndarray, ids: np.ndarray) -> None:
         self.require_open()
-        self._kv.reshape(-1, self.page_bytes)[ids] = saved
+        self._kv.reshape(-1, self.page_bytes)[ids] = data
 
     def settle(self) -> None:
         """A step has ended when its call returns."""

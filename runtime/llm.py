@@ -43,8 +43,8 @@ class LLM:
 
     Everywhere, `params` and `settings` (the fields of SamplingParams, which replace those of `params`) say how tokens are
     chosen, and `deadline_ms` is how long the answer may take: one that is not whole by then ends, before the next step,
-    with DeadlineExceeded, which has the text so far. A lower `priority` goes first; cached prefixes
-    are shared among calls of one `cache_salt` alone.
+    with DeadlineExceeded, which has the text so far. A lower `priority` goes first; cached prefixes are shared among
+    calls of one `cache_salt` alone.
     """
 
     def __init__(

@@ -51,12 +51,13 @@ class QueueLimits:
         count: they had their turn."""
         waiting, since, place = self._scheduler.waiting, math.inf, 0
         while place < len(waiting) and waiting[place].request.priority <= priority:
-            first = waiting[place]
+            first, place = waiting[place], place + 1
             if first.cached_tokens is not None:
-                place += 1
                 continue
             since = min(since, first.since)  # those of its priority came after it
-            place = bisect_left(waiting, (first.request.priority + 1, 0), place, key=attrgetter("turn"))
+            own = first.request.priority
+            if place < len(waiting) and waiting[place].request.priority == own:
+                place = bisect_left(waiting, (own + 1, 0), place, key=attrgetter("turn"))
         return 0.0 if since == math.inf else self._clock() - since
 
     def _refuse(self, why: str, seconds: float) -> None:

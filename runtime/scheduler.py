@@ -13,7 +13,8 @@ from operator import attrgetter
 from aotc.runtime.deadlines import Deadlines
 from aotc.runtime.kept import KeptSessions
 from aotc.runtime.kv_cache import PagePool
-from aotc.runtime.offload import Offload, SavedPages
+from aotc.runtime.offload import Offload
+from aotc.runtime.page_moves import PageMoves
 from aotc.runtime.prefix_cache import extend_digests
 from aotc.runtime.sequence import NO_SLOT, Row, Sequence
 
@@ -26,7 +27,8 @@ class Scheduler:
 
     With a pool, a sequence takes pages as it grows. When there are none, the last one in the order of turns gives its own
     back and waits: it is computed again from its tokens, or its pages are copied to host memory and back, and goes on as
-    if nothing had been. So the first one always goes on, provided that the pool holds any one sequence whole.
+    if nothing had been (`page_moves.py`). So the first one always goes on, provided that the pool holds any one sequence
+    whole.
     """
 
     def __init__(
@@ -46,7 +48,8 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._free = list(range(max_num_seqs))[::-1]
         self.kept = KeptSessions(pool, self._free)
-        self._budget, self._start, self.pool, self._offload = max_num_batched_tokens, start, pool, offload
+        self._budget, self._start, self.pool = max_num_batched_tokens, start, pool
+        self._moves = PageMoves(pool, offload, self._publish)
 
     @property
     def has_work(self) -> bool:
@@ -64,21 +67,23 @@ class Scheduler:
 
     def schedule(self) -> list[Row]:
         """Rows of the next step. One-token rows come first: decoding waits for no prompt longer than the budget."""
-        budget, before = self._budget, self.preemptions
+        budget, self.blocked = self._budget, False
         rows: dict[Sequence, Row] = {}
-        decoding = [s for s in self.running if s.pending == 1 and not s.complete]
-        for sequence in [*decoding, *(s for s in self.running if s.pending > 1)]:
+        self._moves.go_on(self.running)
+        there = [s for s in self.running if s.saved is None]
+        decoding = [s for s in there if s.pending == 1 and not s.complete]
+        for sequence in [*decoding, *(s for s in there if s.pending > 1)]:
             if not budget:
                 break
             if sequence.slot == NO_SLOT:  # preempted for one before it
                 continue
             row = self._row(sequence, budget)
-            for victim in self._make_room(row):
+            without = self._make_room(row)
+            for victim in without:
                 budget += rows.pop(victim).count if victim in rows else 0
-            if sequence.slot != NO_SLOT:
+            if sequence not in without:
                 rows[sequence] = row
                 budget -= row.count
-        self.blocked = self.preemptions > before
         while budget and self.waiting and self.free_slots and not self.blocked:
             sequence = self.waiting[0]
             found = self._found(sequence)
@@ -86,19 +91,24 @@ class Scheduler:
             if self.blocked:
                 break
             self._admit(sequence, found)
+            if sequence.saved is not None:  # it comes back
+                continue
             rows[sequence] = row = self._row(sequence, budget)
             assert not self._make_room(row)
             budget -= row.count
         return list(rows.values())
 
     @property
+    def copying(self) -> bool:
+        """Whether sequences wait for copies of their pages, or for pages that are copied."""
+        return bool(self._moves.leaving) or any(s.saved is not None for s in self.running)
+
+    @property
     def can_go_ahead(self) -> bool:
         """Whether a step can be chosen before the one that runs has ended: not where pages might have to be taken from a
-        sequence, or come back to one."""
+        sequence."""
         if self.pool is None:
             return True
-        if self.waiting and self.waiting[0].saved is not None:
-            return False
         return self.pool.free_pages >= len(self.running) + self._budget // self.pool.page_size
 
     def land(self, row: Row) -> None:
@@ -111,14 +121,18 @@ class Scheduler:
         """Ends a sequence, waiting or running, and frees all that it has: a step that runs may still write there, but
         none that begins later reads it. Of a faulty one, no page is shared any more."""
         sequence.forget_steps()
+        self._moves.drop(sequence)
         if sequence.slot != NO_SLOT and sequence.request.session and not faulty:
             _take_out(self.running, sequence)
             self.kept.keep(sequence)
         elif sequence.slot != NO_SLOT:
-            self._release(sequence, faulty)
+            if faulty:
+                self._disown(sequence)
+            self._release(sequence)
+            self._clear_pages(sequence)
         else:
             _take_out(self.waiting, sequence)
-            self._drop_saved(sequence)
+            self._clear_pages(sequence)
         del self._known[sequence.request.request_id]
         sequence.ended = True
 
@@ -185,6 +199,8 @@ class Scheduler:
         pool, session = self.pool, sequence.request.session_key
         if pool is None:
             return True
+        if sequence in self._moves.leaving:
+            return False
         missing = pool.pages_for(len(sequence.tokens)) - len(found) - self.kept.pages(session)
         while missing > pool.free_pages - sum(not pool.owners(p) for p in found):
             if not self.kept.evict(but=session):
@@ -219,62 +235,49 @@ class Scheduler:
                 self.pool.prefixes.queries += len(sequence.tokens)
                 self.pool.prefixes.hits += sequence.computed
         if sequence.saved is not None:
-            self._bring_back(sequence, sequence.saved)
-
-    def _bring_back(self, sequence: Sequence, saved: SavedPages) -> None:
-        """Copies saved pages back, but for those that were found."""
-        assert self.pool is not None and self._offload is not None and sequence.pages is not None
-        if saved.computed > sequence.computed:
-            begin, first = sequence.computed, sequence.pages.count
-            grown = self.pool.grow(sequence.pages, saved.computed)
-            assert grown
-            self._offload.load(saved, first, sequence.pages.ids[first : sequence.pages.count])
-            sequence.computed = saved.computed
-            self._publish(sequence, begin)
-        self._drop_saved(sequence)
+            self._moves.bring_back(sequence, sequence.saved)
 
     def _make_room(self, row: Row) -> list[Sequence]:
-        """Takes the pages of a row, from the last sequences where there are none; returns those, which wait now. The
-        row's own sequence may be among them."""
-        victims: list[Sequence] = []
+        """Takes the pages of a row, from the last sequences where there are none. Returns who is not in the step: those
+        wait now; or the row's own, if pages are still being copied that it could have."""
+        without: list[Sequence] = []
         if self.pool is None or row.sequence.pages is None:
-            return victims
+            return without
         while not self.pool.grow(row.sequence.pages, row.start + row.count):
             if self.kept.evict():
                 continue
-            victims.append(self.running[-1])
-            self._preempt(victims[-1])
-            if victims[-1] is row.sequence:
+            self.blocked = True
+            if self._moves.leaving:
+                return [*without, row.sequence]
+            without.append(self.running[-1])
+            self._preempt(without[-1])
+            if without[-1] is row.sequence:
                 break
-        return victims
+        return without
 
     def _preempt(self, sequence: Sequence) -> None:
         assert not sequence.flying, "a step runs that computes it"
-        assert self.pool is not None and sequence.pages is not None
-        count = self.pool.pages_for(sequence.computed)
-        if self._offload is not None and self._offload.worth(sequence.computed, count):
-            sequence.saved = self._offload.save(sequence.pages.ids[:count], sequence.computed)
+        self._moves.save(sequence)
         self._release(sequence)
+        self._moves.leave(sequence)
         insort(self.waiting, sequence, key=_TURN)
         self.preemptions += 1
 
-    def _release(self, sequence: Sequence, faulty: bool = False) -> None:
-        """Takes slot and pages away."""
+    def _release(self, sequence: Sequence) -> None:
+        """Takes the slot away."""
         _take_out(self.running, sequence)
         self._free.append(sequence.slot)
         sequence.slot, sequence.computed = NO_SLOT, 0
-        if self.pool is None or sequence.pages is None:
-            return
-        if faulty and self.pool.prefixes is not None:
+
+    def _clear_pages(self, sequence: Sequence) -> None:
+        if self.pool is not None and sequence.pages is not None:
+            self.pool.clear(sequence.pages)
+
+    def _disown(self, sequence: Sequence) -> None:
+        """Makes nobody begin with what a sequence has computed."""
+        if self.pool is not None and self.pool.prefixes is not None and sequence.pages is not None:
             for page in sequence.pages.ids[: sequence.pages.count].tolist():
                 self.pool.prefixes.forget(page)
-        self.pool.clear(sequence.pages)
-
-    def _drop_saved(self, sequence: Sequence) -> None:
-        if sequence.saved is not None:
-            assert self._offload is not None
-            self._offload.drop(sequence.saved)
-            sequence.saved = None
 
 
 def _take_out(sequences: list[Sequence], sequence: Sequence) -> None:

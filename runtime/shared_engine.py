@@ -10,34 +10,23 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import copy
 import functools
 import os
 import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
-from aotc.errors import AotcError, RequestError
+from aotc.errors import RequestError
 from aotc.runtime.engine import Engine
 from aotc.runtime.gate import FORKED
+from aotc.runtime.led_engine import LedEngine, Wish
 from aotc.runtime.memory import CLOSED
-from aotc.runtime.sequence import SessionKey, TokenOutput
+from aotc.runtime.sequence import SessionKey
 from aotc.runtime.text_stream import Call
 
 LINGER = 5.0  # seconds that the thread of asyncio waits for more to do
 _NOBODY = -1  # leads, for good
 EXIT_GRACE = 2.0  # seconds that the end of the process waits for a step
-
-
-class _Wish(NamedTuple):
-    """What somebody wants of the engine: a call to begin, one to end with an error, or a session to be forgotten."""
-
-    call: Call | None
-    error: BaseException | None = None
-    session: SessionKey | None = None
 
 
 class _Waiter:
@@ -58,27 +47,29 @@ class _Waiter:
 
 class SharedEngine:
     """A thread-safe engine. `make` gives the engine, and another one after a step that failed; `settle` waits until the
-    device has ended what was interrupted, `close` frees it.
+    device has ended what that began, `close` frees it.
 
     `_lock` guards who leads and who waits, for microseconds. The engine itself belongs to the leader. What others want
     of it lies in `_inbox`, whose order counts; it is appended to without the lock, by finalisers too.
     """
 
     def __init__(self, make: Callable[[], Engine], settle: Callable[[], None], close: Callable[[], None]) -> None:
-        self._make, self._settle, self._close_device = make, settle, close
-        self.engine = make()
+        self._led, self._close_device = LedEngine(make, settle), close
+        self._inbox, self._calls, self._unattended = self._led.inbox, self._led.calls, self._led.unattended
         self.closed = False
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._leader: int | None = None  # its thread
         self._waiting: list[_Waiter] = []
-        self._inbox: deque[_Wish] = deque()
-        self._calls: dict[str, Call] = {}
         self._released = threading.Event()  # closed, and nobody leads any more
         self._close_here = False  # `close` was called by the leader itself, in the middle of a step
-        self._unattended: set[Call] = set()  # no thread waits for these
         self._more = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The one of now."""
+        return self._led.engine
 
     def require_open(self) -> None:
         """Raises RequestError after `close`, and in a process that was forked from the one that loaded the model."""
@@ -100,7 +91,7 @@ class SharedEngine:
             if call.finished:
                 return
             self._calls[call.request.request_id] = call
-            self._inbox.append(_Wish(call))
+            self._inbox.append(Wish(call))
             if not attended:
                 self._unattended.add(call)
                 self._more.notify()
@@ -110,15 +101,15 @@ class SharedEngine:
         does. Never blocks."""
         error = RequestError("the request was cancelled") if error is None else error
         if call.request.request_id in self._calls:
-            self._wish(_Wish(call, error))
+            self._wish(Wish(call, error))
         else:
             call.fail(error)
 
     def forget(self, session: SessionKey) -> None:
         """Frees what the cache holds of a session. Never blocks."""
-        self._wish(_Wish(None, session=session))
+        self._wish(Wish(None, session=session))
 
-    def _wish(self, wish: _Wish) -> None:
+    def _wish(self, wish: Wish) -> None:
         """Fulfils a wish at once where nobody leads. Called by finalisers too, which may run in the middle of anything."""
         if self._pid != os.getpid():
             return
@@ -167,7 +158,7 @@ class SharedEngine:
     def _hand_over(self) -> None:
         """Ends this thread's lead: does what is asked of the engine, and wakes one that has to wait on."""
         while True:
-            self._answer_inbox()
+            self._led.answer_inbox()
             with self._lock:
                 if self._inbox:
                     continue
@@ -203,91 +194,14 @@ class SharedEngine:
                         self._waiting.remove(waiter)
                         waiter.wake()
             if self._leader == me:
-                self._restart()
+                self._led.restart()
                 self._hand_over()
             raise
 
     def _step(self) -> None:
-        """One step of the engine, and its tokens to their calls."""
-        try:
-            if self.engine.slack > 0:  # who comes in this time is in the next step
-                time.sleep(self.engine.slack)
-            self._answer_inbox()
-            for output in self.engine.step() if self.engine.has_work else ():
-                call = self._calls.get(output.request_id)
-                if call is not None:
-                    self._deliver(call, output)
-        except AotcError as error:
-            self._fail_all(error)
+        self._led.step()
         with self._lock:
             self._ring()
-
-    def _deliver(self, call: Call, output: TokenOutput) -> None:
-        call.take(output)
-        if call.finished:
-            if output.finish_reason is None:  # a stop string: the engine does not know yet
-                self.engine.cancel(output.request_id)
-            self._drop(call)
-            self._notify(call)
-        elif call.streamed:
-            self._notify(call)
-
-    def _notify(self, call: Call) -> None:
-        if call.notify is not None:
-            try:
-                call.notify()
-            except RuntimeError:  # its event loop is closed
-                self._inbox.append(_Wish(call, RequestError("the event loop was closed")))
-
-    def _drop(self, call: Call) -> None:
-        self._calls.pop(call.request.request_id, None)
-        self._unattended.discard(call)
-
-    def _end(self, call: Call, error: BaseException) -> None:
-        call.fail(error)
-        self._drop(call)
-        self._notify(call)
-
-    def _fail_all(self, error: BaseException) -> None:
-        """After a step that failed: whatever was computed in it is lost."""
-        for call in list(self._calls.values()):
-            self._end(call, copy.copy(error))  # an exception belongs to the thread that raises it
-        self._inbox.clear()
-        self.engine = self._make()
-
-    def _restart(self) -> None:
-        """After a step that was interrupted, nothing that the engine knows counts. Requests are computed again from
-        their prompts: what is drawn depends on seed and position alone."""
-        with contextlib.suppress(AotcError):  # the next step will say so
-            self._settle()
-        self.engine = self._make()
-        waiting = {w.call for w in self._inbox if w.error is None}
-        for call in list(self._calls.values()):
-            if call.busy:
-                self._end(call, RequestError("the answer was lost when a step was interrupted: ask again"))
-            elif call not in waiting:
-                call.replayed = 0
-                self._inbox.appendleft(_Wish(call))
-
-    def _answer_inbox(self) -> None:
-        while self._inbox:
-            call, error, session = self._inbox.popleft()
-            if session is not None:
-                self.engine.forget(session)
-            elif call is not None and call.request.request_id in self._calls:
-                if error is not None:
-                    self.engine.cancel(call.request.request_id)
-                    self._end(call, error)
-                else:
-                    self._begin(call)
-
-    def _begin(self, call: Call) -> None:
-        try:
-            self.engine.submit(call.request)
-        except Exception as error:
-            if not isinstance(error, AotcError) and threading.current_thread() is threading.main_thread():
-                raise  # it may be a signal handler's, and no fault of this call
-            self._end(call, error)
 
     def _ring(self) -> None:
         """Wakes who has something to read. Under the lock."""
@@ -303,7 +217,7 @@ class SharedEngine:
         with self._lock:
             first, self.closed = not self.closed, True
             for call in list(self._calls.values()):
-                self._end(call, RequestError("the model was closed while it answered"))
+                self._led.end(call, RequestError("the model was closed while it answered"))
             self._ring()
             self._more.notify_all()
             mine = self._leader is None
@@ -342,7 +256,7 @@ class SharedEngine:
                     self.wait(lambda: not self._unattended or self.closed)
                 except BaseException as error:
                     for call in list(self._unattended):
-                        self._end(call, error)
+                        self._led.end(call, error)
         finally:
             atexit.unregister(at_exit)
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -18,7 +16,7 @@ from aotc.errors import AotcError
 from aotc.runtime.detokenizer import Detokenizer
 from aotc.runtime.llm import TextStream
 from aotc.runtime.sampling import SamplingParams
-from aotc.runtime.sequence import TokenOutput
+from aotc.runtime.server.choice import Choice, Piece
 from aotc.runtime.server.logs import tell
 from aotc.runtime.server.protocol import usage
 from aotc.runtime.server.responses import (
@@ -37,46 +35,10 @@ log = logging.getLogger("aotc.server")
 MAX_UNSENT = 4 << 20  # bytes of a stream that wait for its reader
 
 
-class NoToken(AotcError):
-    """The model's logits left nothing to choose from: this request fails, the engine goes on."""
-
-    status = 500
-
-
 class TooSlow(AotcError):
     """The client does not read its stream: the answer is given up."""
 
     status = 408
-
-
-class TooLate(AotcError):
-    """The request's time was over before its answer was done."""
-
-    status = 504
-
-
-class Piece(NamedTuple):
-    """Text that has become final, and the logprobs of the tokens since the last piece."""
-
-    text: str
-    logprobs: list[dict[str, Any]]
-
-
-@dataclass(eq=False)
-class Choice:
-    """One choice while it is made."""
-
-    index: int
-    prompt: list[int]
-    params: SamplingParams
-    number: int
-    stream: TextStream
-    text: str = ""
-    tokens: int = 0
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-    finish_reason: str | None = None
-    cached_tokens: int = 0
-    first_token: float | None = None  # seconds
 
 
 class Answer:
@@ -92,7 +54,7 @@ class Answer:
         self._unbegun = len(prompts) * params.n
         model.starting += self._unbegun
         self._seed, self._head, self._chat = seed, head, chat
-        self._failed = False  # by our fault
+        self._broken = False  # a stream has failed that should not
         self._prompt_tokens = sum(map(len, prompts))
         self._choices = [
             Choice(
@@ -110,8 +72,12 @@ class Answer:
         finally:
             self._begin(self._unbegun)
 
+    def _pieces(self, choice: Choice) -> AsyncGenerator[Piece, None]:
+        self._begin(1)
+        return choice.run(self._model, self._seed, self._turn)
+
     async def _drain(self, choice: Choice) -> None:
-        async for _ in self._run(choice):
+        async for _ in self._pieces(choice):
             pass
 
     async def _whole(self, request: Request) -> Response:
@@ -163,13 +129,14 @@ class Answer:
             yield
         finally:
             done = all(choice.finish_reason is not None for choice in self._choices)
-            breaker.end(ticket, True if self._failed else False if done else None)
+            failed = self._broken or any(choice.failed for choice in self._choices)
+            breaker.end(ticket, True if failed else False if done else None)
             firsts = [choice.first_token for choice in self._choices if choice.first_token is not None]
             tell(
                 log, logging.INFO, "request", request_id=self._request_id, model=self._model.name,
                 choices=len(self._choices), prompt_tokens=self._prompt_tokens, tokens=sum(c.tokens for c in self._choices),
                 ttft=round(min(firsts), 6) if firsts else None, latency=round(time.monotonic() - begin, 6),
-                outcome="error" if self._failed else "done" if done else "abort",
+                outcome="error" if failed else "done" if done else "abort",
             )  # fmt: skip
 
     async def _feed(self, choice: Choice, queue: asyncio.Queue[bytes | None]) -> None:
@@ -177,7 +144,7 @@ class Answer:
         try:
             if self._chat:
                 self._put(queue, self._chunk(choice, {"role": "assistant", "content": ""}, []))
-            pieces = self._run(choice)
+            pieces = self._pieces(choice)
             async with contextlib.aclosing(pieces):
                 async for piece in pieces:
                     if self._unsent > MAX_UNSENT:
@@ -187,7 +154,7 @@ class Answer:
         except AotcError as error:
             self._put(queue, event(error_body(str(error), status_of(error))))
         except Exception:
-            self._failed = True
+            self._broken = True
             log.exception("a stream failed")
             self._put(queue, event(error_body("internal error", 500)))
         finally:
@@ -196,63 +163,6 @@ class Answer:
     def _put(self, queue: asyncio.Queue[bytes | None], data: bytes) -> None:
         self._unsent += len(data)
         queue.put_nowait(data)
-
-    async def _run(self, choice: Choice) -> AsyncGenerator[Piece, None]:
-        """Yields each piece of text that has become final. Leaving the iteration frees the engine's slot."""
-        self._begin(1)
-        metrics = self._model.metrics
-        begin = last = time.monotonic()
-        reason = "abort"
-        source = self._model.engine.generate(
-            choice.prompt, choice.params, self._seed, choice.number, *self._turn, self._model.request_timeout
-        )
-        try:
-            async for output in source:
-                now = time.monotonic()
-                if output.token_id < 0:
-                    pass
-                elif choice.tokens:
-                    metrics.inter_token.observe(now - last)
-                else:
-                    choice.first_token, choice.cached_tokens = now - begin, output.cached_tokens
-                    metrics.first_token.observe(now - begin)
-                    metrics.prompt_tokens.inc(len(choice.prompt))
-                last = now
-                piece = self._take(choice, output)
-                if output.finish_reason == "deadline":
-                    raise TooLate("the answer was not done in time")
-                if output.finish_reason == "error":
-                    raise NoToken("the model gave no valid token (NaN logits, or every token was forbidden)")
-                metrics.generation_tokens.inc()
-                if piece.text or piece.logprobs or choice.finish_reason:
-                    yield piece
-                if choice.finish_reason:
-                    reason = choice.finish_reason
-                    return
-        except AotcError as error:
-            reason = "error"
-            self._failed = self._failed or status_of(error) >= 500
-            raise
-        finally:
-            await source.aclose()
-            metrics.finished(reason, len(choice.prompt), choice.tokens, time.monotonic() - begin)
-
-    def _take(self, choice: Choice, output: TokenOutput) -> Piece:
-        chunk = choice.stream.push(output)
-        logprobs = []
-        if output.logprobs:
-            sampled, *best = (self._logprob(choice, *pair) for pair in output.logprobs)
-            logprobs.append({**sampled, "top_logprobs": best})
-        choice.tokens += len(chunk.token_ids)
-        choice.text += chunk.text
-        choice.logprobs += logprobs
-        choice.finish_reason = chunk.finish_reason
-        return Piece(chunk.text, logprobs)
-
-    def _logprob(self, choice: Choice, token_id: int, logprob: float) -> dict[str, Any]:
-        data = choice.stream.detokenizer.token_bytes(token_id)
-        value = max(logprob, -9999.0) if math.isfinite(logprob) else -9999.0  # JSON has no infinity
-        return {"token": data.decode(errors="replace"), "logprob": value, "bytes": list(data)}
 
     def _usage(self) -> dict[str, Any]:
         cached = sum(choice.cached_tokens for choice in self._choices if choice.number == 0)

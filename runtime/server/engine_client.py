@@ -30,12 +30,10 @@ from aotc.runtime.server.messages import (
     pack,
     params_to_dict,
 )
+from aotc.runtime.server.watchdog import Watchdog
 
 log = logging.getLogger("aotc.server")
 
-BEAT = 5.0  # seconds within which a working engine says something
-MISSED = 3  # beats in a row that are missed: the engine hangs
-BEAT_PER_TOKEN = 0.1  # seconds more for each token of the step that it announced
 LOAD_SECONDS = 1800.0
 BACKOFF = (0.1, 0.5, 2.0, 10.0)
 MAX_DEATHS = 2  # engines that a request may see die before its first token: it may be what kills them
@@ -98,9 +96,7 @@ class EngineClient:
         self._pending: dict[str, _Pending] = {}
         self._transport: asyncio.Transport | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._load_timeout, self._beat = load_timeout, BEAT
-        self._silence = 0.0  # seconds that the watchdog has waited for a word
-        self._patience = 0.0  # and those that the engine asked for
+        self._watchdog = Watchdog(load_timeout, self._kill)
         self._short_lives = 0  # engines in a row that gave no token
         self.was_ready = False
         self.ready = asyncio.Event()
@@ -165,18 +161,17 @@ class EngineClient:
         for pending in self._pending.values():
             if not pending.over:
                 self._send(pending.submit)
-        self._silence = self._patience = 0.0
-        watchdog = asyncio.create_task(self._watch())
+        watching = asyncio.create_task(self._watchdog.watch(self.ready.is_set))
         try:
             error = await line.ended
             if error is not None:
                 log.error("the engine sent what is no message (%s): ending it", error)
                 self._kill()
         finally:
-            watchdog.cancel()
+            watching.cancel()
 
     def _take(self, message: Message) -> None:
-        self._silence = self._patience = 0.0
+        self._watchdog.heard()
         if isinstance(message, Outputs):
             self._short_lives = 0
             self._note(message.load)
@@ -188,7 +183,7 @@ class EngineClient:
         elif isinstance(message, Alive):
             self._note(message.load)
             self.on_memory(message.memory)
-            self._patience = BEAT_PER_TOKEN * message.tokens
+            self._watchdog.expect(message.tokens)
         elif isinstance(message, Refused):
             pending = self._pending.get(message.request_id)
             if pending is not None:
@@ -209,29 +204,6 @@ class EngineClient:
     def _note(self, load: Load) -> None:
         self.load = load
         self.on_load(load)
-
-    async def _watch(self) -> None:
-        """Ends an engine that does not load in time, and one that hangs: that missed some beats in a row.
-
-        What it waits for is counted in its own turns, not read off a clock: when this process was stopped or busy, the
-        engine's words may lie unread, and are read before the next turn.
-        """
-        warned = 0
-        while True:
-            turn = min(1.0, self._beat / 4)
-            await asyncio.sleep(turn)
-            self._silence += turn
-            missed = int(max(0.0, self._silence - self._patience) / self._beat)
-            if not self.ready.is_set():
-                if 0 < self._load_timeout <= self._silence:
-                    log.error("the engine did not load within %.0f s (--load-timeout): ending it", self._load_timeout)
-                    self._kill()
-            elif missed >= MISSED:
-                log.error("the engine said nothing for %.0f s: ending it", self._silence)
-                self._kill()
-            elif missed > warned:
-                log.warning("the engine said nothing for %.0f s", self._silence)
-            warned = missed
 
     async def _stopped(self, process: subprocess.Popen[bytes]) -> None:
         """Waits for the end of a process whose connection is closed; kills it when it does not come."""

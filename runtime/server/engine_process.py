@@ -2,7 +2,8 @@
 KV_LAYOUT KV_CACHE_MEMORY`; the last two may be empty.
 
 A hung step or a broken device can only be cured by a new process: the server starts one when this one dies. Exit codes:
-0 when the server is gone, 2 when the model does not load, 70 when the device failed in a step.
+0 when the server is gone, 1 when it sends what is no message, 2 when the model does not load, 70 when the device failed
+in a step.
 """
 
 from __future__ import annotations
@@ -43,6 +44,12 @@ LONG_STEP = 32  # tokens; a longer step is announced
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+class Garbled(AotcError):
+    """The server sent what is no message: nothing that comes after it can be understood."""
+
+    exit_code = 1
+
+
 class Channel:
     """Frames over a socket. Reading never blocks beyond `timeout` seconds."""
 
@@ -53,14 +60,20 @@ class Channel:
         self._socket.sendall(pack(message))
 
     def receive(self, timeout: float) -> Iterator[Message]:
-        """Every whole message at hand. Raises EOFError when the other end is gone."""
+        """Every whole message at hand. Raises EOFError when the other end is gone, and Garbled."""
         readable, _, _ = select.select([self._socket], [], [], timeout)
         if readable:
             data = self._socket.recv(1 << 20)
             if not data:
                 raise EOFError
             self._buffer += data
-        yield from messages(self._buffer)
+        try:
+            yield from messages(self._buffer)
+        except ValueError as error:  # msgspec's errors too
+            raise Garbled(f"the server sent what is no message ({error}): this engine ends") from None
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def belong_to_server() -> None:
@@ -153,14 +166,17 @@ def main(arguments: list[str]) -> int:
 
 
 def serve_to_the_end(engine: Engine, channel: Channel, memory: GpuMemory) -> int:
-    """Serves until the server is gone or the device fails; the exit code. Tokens of a failed step are never sent."""
+    """Serves until the server is gone or talks nonsense, or the device fails; the exit code. Tokens of a failed step are
+    never sent."""
     try:
         serve(engine, channel, memory)
-    except DeviceLostError as error:
+    except (DeviceLostError, Garbled) as error:
         print(f"aotc: error: {error}", file=sys.stderr)
         return error.exit_code
     except (EOFError, ConnectionError):
         pass
+    finally:
+        channel.close()
     return 0
 
 

@@ -24,8 +24,8 @@ class ModelOptions:
 
     name: str
     path: str
-    device: str = "auto"
-    max_num_seqs: int = 1024  # or as many as the model was compiled for
+    device: str
+    max_num_seqs: int  # or as many as the model was compiled for, if those are fewer
     kv_layout: str | None = None
     kv_cache_memory: str | None = None
 

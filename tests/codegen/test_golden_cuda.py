@@ -47,6 +47,7 @@ def test_sources(graph, name, arch, update_golden):
             seen.add(source.symbol)
             launch = f"grid {', '.join(map(str, source.grid))}; {source.num_warps} warps, {source.num_stages} stages"
             own = source.text.rpartition(HEAD_END)[2]  # without the header that all kernels in CUDA C++ begin with
+            assert "\n\n\n\n" not in own
             text += f"# {launch}\n{own.strip()}\n\n\n"
     path = GOLDEN / f"{name}_{arch}.txt"
     if update_golden:

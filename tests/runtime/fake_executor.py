@@ -42,6 +42,40 @@ class Result:
 
 
 @dataclass
+class SlowSave:
+    """Copies `most` pages whenever it is asked to go on, the last ones first."""
+
+    pages: np.ndarray
+    ids: np.ndarray
+    data: np.ndarray
+    most: int
+    took = (0, 0.0)
+
+    def __post_init__(self):
+        self.left, self.stopped = len(self.ids), False
+
+    def go_on(self):
+        assert not self.stopped
+        count = min(self.most, self.left)
+        self.left -= count
+        self.move(slice(self.left, self.left + count))
+        return self.left
+
+    def move(self, part):
+        self.data[part] = self.pages[self.ids[part]]
+
+    def stop(self):
+        self.stopped = True
+
+
+class SlowLoad(SlowSave):
+    """The other way."""
+
+    def move(self, part):
+        self.pages[self.ids[part]] = self.data[part]
+
+
+@dataclass
 class FakeExecutor:
     """Keeps a cache of tokens a slot and checks every step against it: order, budget, slots. With pages, tokens lie where
     the block table says, and are read back from there. Where it runs ahead, it takes UNKNOWN for the token that the step
@@ -55,6 +89,7 @@ class FakeExecutor:
     num_pages: int = 0
     page_size: int = 4
     offload_memory: int = 0
+    staging: int = 0  # pages that go on at once where copies take time
     runs_ahead: bool = field(default_factory=lambda: USUAL["runs_ahead"])
     cache: dict[int, list[int] | None] = field(default_factory=dict)
     left: dict[int, list[int] | None] = field(default_factory=dict)
@@ -72,13 +107,20 @@ class FakeExecutor:
         self.left[sequence.slot] = self.cache.get(sequence.slot)
         self.cache[sequence.slot] = None
 
-    def save_pages(self, ids):
+    def save_pages(self, ids, data):
         self.copied.append(("save", len(ids)))
-        return self.pages[ids].view(np.uint8)
+        return self._copy(SlowSave(self.pages, ids.copy(), data.view(np.int64), self.staging))
 
-    def load_pages(self, saved, ids):
+    def load_pages(self, data, ids):
         self.copied.append(("load", len(ids)))
-        self.pages[ids] = saved.view(np.int64)
+        return self._copy(SlowLoad(self.pages, ids.copy(), data.view(np.int64), self.staging))
+
+    def _copy(self, copy):
+        if self.staging:
+            return copy
+        copy.most = len(copy.ids)
+        assert copy.go_on() == 0
+        return None
 
     def launch(self, rows):
         assert len(self.launched) < (2 if self.runs_ahead else 1), "a step too far ahead"

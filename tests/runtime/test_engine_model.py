@@ -23,10 +23,10 @@ HEADS = [[n] * 9 for n in range(3)]
 class Load:
     """Random requests against one engine; `clock` is the number of the step."""
 
-    def __init__(self, seed, **options):
+    def __init__(self, seed, staging=0, **options):
         self.rng, self.clock = np.random.default_rng(seed), Clock()
         self.engine, self.executor = make(
-            num_pages=14, page_size=PAGE, max_num_seqs=4, max_num_batched_tokens=12, max_model_len=48,
+            num_pages=14, page_size=PAGE, max_num_seqs=4, max_num_batched_tokens=12, max_model_len=48, staging=staging,
             options={"clock": self.clock, "max_num_queued_reqs": 8, "max_queue_ms": 40_000, **options},
         )  # fmt: skip
         self.asked, self.got, self.left = {}, {}, set()
@@ -95,17 +95,26 @@ class Load:
         assert [s.turn for s in waiting] == sorted(s.turn for s in waiting)
         slots = [s.slot for s in running]
         assert len(set(slots)) == len(slots) == 4 - scheduler.free_slots and NO_SLOT not in slots
-        assert all((s.slot, s.computed, s.pages.count) == (NO_SLOT, 0, 0) for s in waiting)
-        assert engine.offload.used == sum(s.saved.data.nbytes for s in waiting if s.saved)
-        assert all(s.saved is None for s in running)
+        assert all((s.slot, s.computed) == (NO_SLOT, 0) for s in waiting)
+        leaving, coming = [s for s in waiting if s.pages.count], [s for s in running if s.saved]
+        assert scheduler.copying == bool(leaving or coming)
+        assert all(s.saved and s.pages.count == s.saved.copy.left > 0 for s in leaving)
+        assert engine.offload.used == sum(s.saved.data.nbytes for s in (*running, *waiting) if s.saved)
+        assert self.executor.staging or not leaving and not coming
+        self.seen["leaving"], self.seen["coming"] = self.seen["leaving"] + len(leaving), self.seen["coming"] + len(coming)
         computed = sum(count for step in self.executor.steps for _, count, _ in step)
-        if computed < self.executor.max_num_batched_tokens and scheduler.preemptions == preemptions:
-            assert all(s.pending == 1 for s in running), "a step had room for more of a prompt"
+        if computed < self.executor.max_num_batched_tokens and scheduler.preemptions == preemptions and not leaving:
+            assert all(s.pending == 1 for s in running if not s.saved), "a step had room for more of a prompt"
         contents = {}
-        for s in running:
-            assert s.pages.count == -(-s.reached // PAGE)
+        for s in leaving:
             for n, page in enumerate(s.pages.ids[: s.pages.count].tolist()):
-                contents.setdefault(page, []).append((s.request.cache_salt, tuple(s.tokens[: (n + 1) * PAGE][: s.reached])))
+                held = s.tokens[: (n + 1) * PAGE][: s.saved.computed]
+                contents.setdefault(page, []).append((s.request.cache_salt, tuple(held)))
+        for s in running:
+            reached = s.saved.computed if s.saved else s.reached
+            assert s.pages.count == -(-reached // PAGE)
+            for n, page in enumerate(s.pages.ids[: s.pages.count].tolist()):
+                contents.setdefault(page, []).append((s.request.cache_salt, tuple(s.tokens[: (n + 1) * PAGE][:reached])))
         assert [pool.owners(p) for p in range(pool.num_pages)] == [len(contents.get(p, ())) for p in range(pool.num_pages)]
         assert pool.free_pages == pool.num_pages - len(contents)
         shared = [c for c in contents.values() if len(c) > 1]
@@ -119,6 +128,8 @@ class Load:
         {"costs": COPY, "offload_memory": 1 << 20}, {"costs": COPY, "offload_memory": 8 * PAGE * 6},
         {"costs": COMPUTE}, {"costs": COMPUTE, "prefix_cache": False},
         {"costs": COPY, "offload_memory": 1 << 20, "prefix_cache": False},
+        {"costs": COPY, "offload_memory": 1 << 20, "staging": 1},
+        {"costs": COPY, "offload_memory": 1 << 20, "staging": 2, "prefix_cache": False},
     ],
 )  # fmt: skip
 def test_under_random_load(options):
@@ -132,6 +143,8 @@ def test_under_random_load(options):
     assert all(load.seen[kind] > STEPS // 500 for kind in ("refused", "cancelled", "deadline", "length", "stop")), load.seen
     assert engine.scheduler.preemptions > STEPS // 50
     assert (engine.offload.saves > STEPS // 500) == bool(copies) == (options["costs"] is COPY)
+    slow = "staging" in options
+    assert (load.seen["leaving"] > STEPS // 100) == (load.seen["coming"] > STEPS // 100) == slow, load.seen
     if engine.prefixes:
         assert engine.prefixes.hits > engine.prefixes.queries // 10 and load.seen["shared"] > STEPS // 50
     else:

@@ -4,6 +4,7 @@ import pytest
 from fake_executor import Clock, FakeExecutor, expected, request, tokens
 
 from aotc.runtime.engine import Engine
+from aotc.runtime.led_engine import LedEngine
 from aotc.runtime.pace import MARGIN, MOST, SHARE, Pace
 
 HOST = 0.0003  # seconds that the host takes to launch a step
@@ -101,3 +102,19 @@ def test_a_device_that_is_not_ahead_is_not_waited_for():
     while engine.has_work:
         assert engine.slack == 0
         engine.step()
+
+
+def test_who_leads_sleeps_for_as_long_as_it_was_told():
+    """What the slack is later is less: nobody asks for it twice."""
+
+    class Told:
+        has_work = False
+        said = iter((0.0005, -1.0))
+
+        @property
+        def slack(self):
+            return next(self.said)
+
+    told = Told()
+    LedEngine(lambda: told, lambda: None).step()
+    assert next(told.said) == -1.0

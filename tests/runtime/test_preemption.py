@@ -100,6 +100,38 @@ def test_a_sequence_that_comes_back_takes_what_others_computed_meanwhile():
     assert [c for step in executor.steps for name, c, _ in step if name == "late"][:2] == [5, 4]
 
 
+def slow(num_pages, **requests):
+    """Copies of a page a step; name=(prompt, max_tokens)."""
+    options = {"costs": COPY, "offload_memory": PLENTY, "prefix_cache": False}
+    engine, executor = make(num_pages=num_pages, max_num_batched_tokens=60, staging=1, options=options)
+    for name, (prompt, count) in requests.items():
+        engine.submit(request(name, prompt, max_tokens=count))
+    return engine, executor
+
+
+def test_while_one_is_copied_out_no_other_is_preempted():
+    """Both others need a page in the same step, and two are copied, one a step."""
+    asked = {"old": ([1] * 8, 5), "middle": ([2] * 8, 5), "young": ([3] * 8, 5)}
+    engine, executor = slow(6, **asked)
+    until_preempted(engine)
+    assert engine.scheduler.running[-1].request.request_id == "middle" and engine.scheduler.copying
+    assert [name for name, _, _ in executor.steps[-1]] == ["old"], "the other waits for the second page"
+    out = run(engine)
+    assert executor.copied == [("save", 2), ("load", 2)] and engine.scheduler.preemptions == 1
+    for name, (prompt, count) in asked.items():
+        assert tokens(out, name) == expected(prompt, count)[-len(out[name]) :]
+    assert all_free(engine, executor)
+
+
+def test_a_sequence_that_comes_back_can_lose_its_pages_again():
+    """In the middle of a copy: what was copied out is still whole."""
+    engine, executor = slow(6, old=([1] * 8, 12), brief=([2] * 4, 3), young=([3] * 9, 8))
+    out = run(engine)
+    assert executor.copied == [("save", 3), ("load", 3), ("load", 3)] and engine.scheduler.preemptions == 2
+    assert tokens(out, "young") == expected([3] * 9, 8) and tokens(out, "old") == expected([1] * 8, 12)
+    assert all_free(engine, executor)
+
+
 @pytest.mark.parametrize("end", ["cancel", "deadline"])
 def test_copies_of_a_request_that_ends_are_dropped(end):
     clock = Clock()

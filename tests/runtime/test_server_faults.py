@@ -14,7 +14,7 @@ import serving
 from serving import alive, events, later, post, read, wait
 
 from aotc.runtime.sampling import SamplingParams
-from aotc.runtime.server import engine_client
+from aotc.runtime.server import engine_client, watchdog
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -292,7 +292,7 @@ def test_a_device_that_was_never_there(fresh, tmp_path):
 
 
 def test_a_hung_engine_is_ended_and_replaced(fresh, monkeypatch):
-    monkeypatch.setattr(engine_client, "BEAT", 0.25)
+    monkeypatch.setattr(watchdog, "BEAT", 0.25)
     monkeypatch.setattr(engine_client, "BACKOFF", (0.01,))
     running = fresh().wait_ready()
     (hung,) = running.pids()
@@ -303,7 +303,7 @@ def test_a_hung_engine_is_ended_and_replaced(fresh, monkeypatch):
 
 
 def test_an_engine_that_loads_for_ever_is_ended_and_replaced(fresh, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_client, "BEAT", 0.2)
+    monkeypatch.setattr(watchdog, "BEAT", 0.2)
     monkeypatch.setattr(engine_client, "BACKOFF", (0.01,))
     (tmp_path / "load").touch()
     running = fresh(load_timeout=3)
@@ -313,7 +313,7 @@ def test_an_engine_that_loads_for_ever_is_ended_and_replaced(fresh, tmp_path, mo
 
 def test_a_server_that_was_held_up_does_not_blame_the_engine(fresh, monkeypatch):
     """The engine spoke all the time; only nobody listened."""
-    monkeypatch.setattr(engine_client, "BEAT", 0.2)
+    monkeypatch.setattr(watchdog, "BEAT", 0.2)
     running = fresh().wait_ready()
     running.http_loop().call_soon_threadsafe(time.sleep, 1.2)
     assert running.complete("abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
@@ -334,7 +334,7 @@ def test_a_wall_clock_that_jumps_changes_nothing(fresh, monkeypatch):
 
 
 def test_a_long_step_that_was_announced_is_waited_for(fresh, monkeypatch):
-    monkeypatch.setattr(engine_client, "BEAT", 0.25)
+    monkeypatch.setattr(watchdog, "BEAT", 0.25)
     running = fresh().wait_ready()
     prompt = "nap" + "." * 50
     assert running.complete(prompt, max_tokens=4).json()["choices"][0]["text"] == "nap."
