@@ -10,7 +10,7 @@ import msgspec
 
 from aotc.errors import ArtifactError
 
-FORMAT_VERSION = 3  # tensor models of earlier formats are read as well: theirs did not change
+FORMAT_VERSION = 4  # tensor models of earlier formats are read as well: theirs did not change
 KV_LAYOUTS = ("static", "paged")
 CHUNK_BYTES = 4 << 20  # of weights.bin that one checksum covers
 PAGE = 4096  # where weights of 1 MiB and more begin, and what a target's share of weights.bin is made of
