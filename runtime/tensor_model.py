@@ -15,6 +15,7 @@ from aotc.artifact.reader import Artifact
 from aotc.errors import RequestError
 from aotc.runtime import dlpack
 from aotc.runtime.batch_worker import Batcher, in_loop
+from aotc.runtime.buckets import Buckets
 from aotc.runtime.binding import Binding, Launch, bind
 from aotc.runtime.devices.cpu import CpuLibrary, CpuProgram, address_of, allocate
 from aotc.runtime.devices.opening import choose_device
@@ -31,9 +32,12 @@ _SHORT = 400_000  # operations and bytes together, of a run that one thread does
 
 
 class TensorProgram(Protocol):
-    """A tensor model's program on one device. Calls come one at a time."""
+    """A tensor model on one device: its program, or one a bucket, of which the smallest runs that takes the rows. Calls
+    come one at a time."""
 
     plan: Plan
+    """Of the largest program: what the model takes."""
+    buckets: Buckets
     memory: Memory
     devices: tuple[int, ...]
     """Kinds of memory, as DLPack numbers them, whose arrays can be bound."""
@@ -65,24 +69,26 @@ class CpuTensorProgram:
     devices, alignment = (dlpack.CPU, dlpack.CUDA_HOST), 0
 
     def __init__(self, artifact: Artifact, target: TargetEntry) -> None:
-        (entry,) = target.programs
-        self.plan = artifact.plan(entry.plan)
+        self.buckets = Buckets(target.programs)
+        self._plans = [artifact.plan(e.plan) for e in self.buckets.entries]
+        self.plan = self._plans[-1]
         self._library = library = CpuLibrary(artifact.file(target.library), target.scratch_bytes)
         self._weights, self._arena = artifact.map_weights(target=target), allocate(target.arena_bytes)
-        self._program = self._make()
+        self._programs = [self._make(n) for n in range(len(self._plans))]
+        self._spaces = [[t.space for t in (*p.inputs, *p.outputs)] for p in self._plans]
         self._short: dict[tuple[int, ...], bool] = {}  # by dims
-        self._spaces = [t.space for t in (*self.plan.inputs, *self.plan.outputs)]
         self.memory = Memory(weight_bytes(artifact.manifest, target), self._arena.nbytes, 0, library.scratch.nbytes, 0, 0)
 
-    def _make(self) -> CpuProgram:
-        program = CpuProgram(self.plan, self._library)
+    def _make(self, number: int) -> CpuProgram:
+        program = CpuProgram(self._plans[number], self._library)
         program.bind("arena", "arena", self._arena.ctypes.data)
         program.bind("weights", "weights", self._weights.ctypes.data)
         return program
 
     def run(self, given: list[np.ndarray], dims: tuple[int, ...], results: list[np.ndarray]) -> None:
-        program = self._program
-        for space, array in zip(self._spaces, (*given, *results), strict=True):
+        number = self.buckets.at(dims)
+        program = self._programs[number]
+        for space, array in zip(self._spaces[number], (*given, *results), strict=True):
             program.set_base(space, address_of(array))
         program.set_dims(dims)
         (program.call_alone if self._is_short(dims) else program.call)()
@@ -91,16 +97,18 @@ class CpuTensorProgram:
         """Whether other threads would cost more, and more so at the 99.9th percentile, than they give."""
         short = self._short.get(dims)
         if short is None:
-            values = dict(zip((d.name for d in self.plan.dims), dims, strict=True))
-            work = sum(evaluate(c.flops, values) + evaluate(c.bytes, values) for c in self.plan.calls())
+            plan = self._plans[self.buckets.at(dims)]
+            values = dict(zip((d.name for d in plan.dims), dims, strict=True))
+            work = sum(evaluate(c.flops, values) + evaluate(c.bytes, values) for c in plan.calls())
             if len(self._short) >= REMEMBERED:
                 self._short.clear()
             short = self._short[dims] = work <= _SHORT
         return short
 
     def bind(self, addresses: list[int], dims: tuple[int, ...], stream: int | None) -> Launch:
-        program = self._make()
-        for space, address in zip(self._spaces, addresses, strict=True):
+        number = self.buckets.at(dims)
+        program = self._make(number)
+        for space, address in zip(self._spaces[number], addresses, strict=True):
             program.set_base(space, address)
         program.set_dims(dims)
         return Launch(program.call_alone if self._is_short(dims) else program.call, lambda: None, program)
