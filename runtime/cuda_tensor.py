@@ -182,10 +182,12 @@ class CudaTensorProgram:
         self._wait()
         scope.release()
 
-    def feedback(self, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> CudaFeedback:
+    def feedback(
+        self, inputs: list[int], outputs: list[int], like: list[np.ndarray], dims: tuple[int, ...]
+    ) -> CudaFeedback:  # fmt: skip
         """States in memory of the GPU."""
         self.device.enter()
-        return CudaFeedback(self, inputs, outputs, like)
+        return CudaFeedback(self, inputs, outputs, like, self.buckets.at(dims))
 
     def close(self) -> None:
         if self._pending is not None and self.device.failure is None:
@@ -196,16 +198,19 @@ class CudaTensorProgram:
 
 
 class CudaFeedback:
-    """States of a session: two places on the GPU for each, and graphs for both directions of each program that is asked
-    for. These are made by the first call that needs them: most sessions stay with one number of rows."""
+    """States of a session: two places on the GPU for each, and graphs for both directions: of the program that runs first,
+    and of others when they are asked for, where no state says how many rows there are."""
 
-    def __init__(self, owner: CudaTensorProgram, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> None:
+    def __init__(
+        self, owner: CudaTensorProgram, inputs: list[int], outputs: list[int], like: list[np.ndarray], first: int
+    ) -> None:  # fmt: skip
         self._owner, self._inputs, self._outputs, self._like = owner, inputs, outputs, like
         self._scope = owner.device.scope()
         self._turn = 0  # which of both places the next run reads
         self._programs: dict[int, list[CudaProgram]] = {}  # of both turns, by the program's number
         try:
             self._places = [[self._scope.allocate(max(a.nbytes, 1)) for a in like] for _ in range(2)]
+            self._both(first)
         except BaseException:
             self._scope.release()
             raise

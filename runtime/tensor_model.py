@@ -15,8 +15,8 @@ from aotc.artifact.reader import Artifact
 from aotc.errors import RequestError
 from aotc.runtime import dlpack
 from aotc.runtime.batch_worker import Batcher, in_loop
-from aotc.runtime.buckets import Buckets
 from aotc.runtime.binding import Binding, Launch, bind
+from aotc.runtime.buckets import Buckets
 from aotc.runtime.devices.cpu import CpuLibrary, CpuProgram, address_of, allocate
 from aotc.runtime.devices.opening import choose_device
 from aotc.runtime.gate import Gate
@@ -56,8 +56,11 @@ class TensorProgram(Protocol):
         """The stream in which a binding will use its arrays."""
         ...
 
-    def feedback(self, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> Feedback:
-        """Memory for states: inputs and outputs by number, of the shapes and types of `like`."""
+    def feedback(
+        self, inputs: list[int], outputs: list[int], like: list[np.ndarray], dims: tuple[int, ...]
+    ) -> Feedback:  # fmt: skip
+        """Memory for states: inputs and outputs by number, of the shapes and types of `like`. `dims` are those of the
+        first run."""
         ...
 
     def close(self) -> None: ...
@@ -116,7 +119,9 @@ class CpuTensorProgram:
     def stream_for(self, stream: int | None) -> int | None:
         return None
 
-    def feedback(self, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> Feedback:
+    def feedback(
+        self, inputs: list[int], outputs: list[int], like: list[np.ndarray], dims: tuple[int, ...]
+    ) -> Feedback:  # fmt: skip
         return HostFeedback(self, inputs, outputs, like)
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=LO..HI",
                         help="bounds of a dynamic dimension of an ONNX model")  # fmt: skip
     parser.add_argument("--batch-sizes", metavar="N[,N]",
-                        help="rows that an ONNX model's programs take, one each (GPUs: 1, 4, 16, ...; CPUs: one for all)")  # fmt: skip
+                        help="rows that an ONNX model has programs for (on GPUs 1, 4, 16, ...; on CPUs one for all)")  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 

@@ -22,7 +22,8 @@ def read_dims(
     """The shape of each input, and the dims in them.
 
     A dim is named as in the file, or after its input and axis (`x_0`) where the file gives no name. Equal bounds
-    make a number of it. `batch` is the upper bound of the one dim that is left, unless it is 0. Raises UnsupportedError with the flags to add where bounds are missing.
+    make a number of it. Where one dim is left without them, `batch` is its upper bound, unless that is 0. Raises
+    UnsupportedError with the flags to add where bounds are missing.
     """
     named = [_shape(v) for v in inputs]
     single = {s.terms[0][0][0] for shape in named for s in shape if isinstance(s, Expr) and _is_name(s)}
