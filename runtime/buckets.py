@@ -16,6 +16,11 @@ class Buckets:
         self.sizes = tuple(e.bucket for e in self.entries)
         """Rows, or tokens, that each takes at most."""
 
+    @property
+    def preferred(self) -> tuple[int, ...]:
+        """Rows that a program runs full with; none where one takes everything."""
+        return self.sizes if len(self.sizes) > 1 else ()
+
     def smallest(self, size: int) -> int:
         """The number of the smallest program that takes so many rows or tokens; past the end where none does."""
         return bisect_left(self.sizes, size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -135,16 +136,19 @@ class TensorModel:
     Rank, bounds, element type and shape of every input are checked at each call. For `submit`,
     `max_batch_size` rows run together at most (the upper bound of the batch's dim); a request waits `max_wait_ms` (5) for
     others at most, which it does where more are expected in that time, and always while there are fewer rows than
-    `min_batch_size` (1).
+    `min_batch_size` (1). A batch with just as many rows as one of `preferred_batch_sizes` (those that the artifact has
+    programs for) waits no longer.
     """
 
     def __init__(
         self, artifact: Artifact, *, device: str = "auto", opening: Opening | None = None,
         max_batch_size: int | None = None, max_wait_ms: float = 5.0, min_batch_size: int = 1,
+        preferred_batch_sizes: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        _check_batching(max_batch_size, max_wait_ms, min_batch_size)
+        _check_batching(max_batch_size, max_wait_ms, min_batch_size, preferred_batch_sizes)
         self._batching: dict[str, Any] = {
             "max_batch_size": max_batch_size, "max_wait_ms": max_wait_ms, "min_batch_size": min_batch_size,
+            "preferred_batch_sizes": preferred_batch_sizes,
         }  # fmt: skip
         self.artifact = artifact
         self._program: TensorProgram
@@ -155,6 +159,8 @@ class TensorModel:
             from aotc.runtime.cuda_tensor import CudaTensorProgram
 
             self._program = CudaTensorProgram(artifact, gpu)
+        if preferred_batch_sizes is None:
+            self._batching["preferred_batch_sizes"] = self._program.buckets.preferred
         self.plan: Plan = self._program.plan
         self.memory: Memory = self._program.memory
         """Exact bytes of what this model allocated."""
@@ -253,7 +259,12 @@ class TensorModel:
             return self._batcher
 
 
-def _check_batching(max_batch_size: int | None, max_wait_ms: float, min_batch_size: int) -> None:
+def _check_batching(
+    max_batch_size: int | None, max_wait_ms: float, min_batch_size: int, preferred: Sequence[int] | None
+) -> None:
+    for size in preferred or ():
+        if size < 1:
+            raise RequestError(f"preferred_batch_sizes has {size}: give numbers from 1 on")
     if max_batch_size is not None and max_batch_size < 1:
         raise RequestError(f"max_batch_size is {max_batch_size}: give 1 or more")
     if min_batch_size < 1:
