@@ -1,8 +1,9 @@
 """When requests leave together: the policy of the dynamic batcher. Times are seconds of any clock; no threads, no device.
 
 Requests of one queue may be computed together. A batch leaves when it is full, when it has just as many rows as a
-program takes (one more would need the next larger program), when its oldest request has waited `max_wait`, or when waiting is not worth it: when the next request is not expected before that, by the queue's average
-time between arrivals, or did not come within PATIENCE times that average.
+program takes (one more would need the next larger program), when its oldest request has waited `max_wait`, or when
+waiting is not worth it: when the next request is not expected before that, by the queue's average time between arrivals,
+or did not come within PATIENCE times that average.
 
 A caller that asks again once it is answered has a short time between arrivals, and waiting for it is in vain: it waits
 itself. So each queue also has a trust in company: it grows when a request comes while another one waits or runs, and
