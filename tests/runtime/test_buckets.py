@@ -288,6 +288,29 @@ def test_a_state_goes_from_program_to_program(loose, use_driver, ran, device):
         assert sizes == [4, 1, 16, 1, 1, 4, 16, 16]
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_linear_layers_in_branches(tmp_path, use_driver, ran, device):
+    """y = sum(x) > 0 ? x wt : -(x wt): a branch has the bounds of the program that it is in."""
+    layer = helper.make_node("Gemm", ["x", "wt"], ["p"], transB=1)
+    bodies = [helper.make_graph([layer, helper.make_node(op, ["p"], ["t"])], op, [], [info("t", None)])
+              for op in ("Identity", "Neg")]  # fmt: skip
+    nodes = [
+        helper.make_node("ReduceSum", ["x"], ["s"], keepdims=0), helper.make_node("Greater", ["s", "zero"], ["positive"]),
+        helper.make_node("If", ["positive"], ["y"], then_branch=bodies[0], else_branch=bodies[1]),
+    ]  # fmt: skip
+    weights = {"wt": WEIGHTS["w"].T.copy(), "zero": np.float32(0)}
+    where = compiled(tmp_path, nodes, [info("x", ["batch", 6])], [info("y", ["batch", 5])], weights, (), "cpu,sm90", "1,4")
+    if device == "cuda":
+        use_driver(InterpretedDriver(open_artifact(where)))
+    with aotc.load(where, device=device) as model:
+        for rows, size in ((1, 1), (3, 4), (4, 4)):
+            for sign in (1, -1):
+                x = np.abs(given(rows)["x"]) * np.float32(sign)
+                y = model(x=x)["y"]
+                assert ran() == [size]
+                np.testing.assert_allclose(y, sign * (x @ WEIGHTS["w"]), rtol=1e-4, atol=1e-5)
+
+
 # On a GPU
 
 
