@@ -48,8 +48,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory):
-    """One program for up to 16."""
-    return cell(tmp_path_factory.mktemp("single"))
+    """One program for up to 16, for both devices."""
+    return cell(tmp_path_factory.mktemp("single"), arch="cpu,sm90", sizes="16")
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -109,11 +109,11 @@ def test_the_manifest_has_a_program_a_bucket_on_the_same_weights(folder, single,
         found = [(p.name, p.kind, p.bucket, artifact.plan(p.plan).dims[0].hi) for p in target.programs]
         assert found == [(f"main_{n}", "call", n, n) for n in (1, 4, 16)]
         assert target.arena_bytes == max(artifact.plan(p.plan).arena_bytes for p in target.programs)
-    (program,) = one.manifest.targets[0].programs
-    assert (program.name, program.kind, program.bucket) == ("main", "call", 0)
-    cpu = next(t for t in artifact.manifest.targets if t.device == "cpu")
-    assert cpu.arena_bytes == one.manifest.targets[0].arena_bytes
-    assert sum(n for _, n in artifact.manifest.weight_ranges(cpu)) == one.manifest.weights_bytes
+    for target, other in zip(artifact.manifest.targets, one.manifest.targets, strict=True):
+        (program,) = other.programs
+        assert (program.name, program.kind, program.bucket) == ("main", "call", 0)
+        assert (target.arena_bytes, target.weights) == (other.arena_bytes, other.weights)
+    assert artifact.manifest.weights == one.manifest.weights
     assert [p["name"] for p in describe(artifact)["targets"][0]["programs"]] == ["main_1", "main_4", "main_16"]
     assert main(["inspect", str(folder)]) == 0
     said = capsys.readouterr().out
