@@ -45,7 +45,7 @@ def batch_dim(graph: Graph) -> Dim:
         advice = " ".join(f"--dim {name}=N" for name in names[1:])
         raise RequestError(f"--batch-sizes is for a model with one dynamic dim, and this one has {', '.join(names)}: "
                            f"make numbers of the others ({advice}), or leave it out")  # fmt: skip
-    (dim,) = graph.dims
+    dim = graph.dims[0]
     for value in graph.inputs:
         first, *rest = value.type.shape or (1,)
         if any(names_in(s) for s in rest) or (names_in(first) and first != symbol(dim.name)):
