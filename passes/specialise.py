@@ -38,10 +38,10 @@ def batch(graph: Graph, rows: int) -> Graph:
 def batch_dim(graph: Graph) -> Dim:
     """The dim that counts rows: the only one, and the first axis of each input that has it. Raises RequestError, which
     says why there is none."""
-    if not graph.dims:
+    names = [d.name for d in graph.dims]
+    if not names:
         raise RequestError("--batch-sizes is for a model with a dynamic batch, and this one's shapes are fixed: leave it out")
-    if len(graph.dims) > 1:
-        names = [d.name for d in graph.dims]
+    if len(names) > 1:
         advice = " ".join(f"--dim {name}=N" for name in names[1:])
         raise RequestError(f"--batch-sizes is for a model with one dynamic dim, and this one has {', '.join(names)}: "
                            f"make numbers of the others ({advice}), or leave it out")  # fmt: skip
