@@ -53,6 +53,10 @@ class Backend(Protocol):
         """What its templates compute."""
         ...
 
+    def batch_sizes(self, most: int) -> tuple[int, ...]:
+        """Rows for which a tensor model of up to `most` has a program of its own, besides the one for `most`."""
+        ...
+
     def arena_bytes(self, target: Target, work: Work) -> dict[str, int]:
         """What each program takes within a step, by name; weights have no place yet."""
         ...
@@ -68,6 +72,9 @@ class CpuBackend:
     device = "cpu"
 
     templates = PACKED
+
+    def batch_sizes(self, most: int) -> tuple[int, ...]:
+        return ()  # kernels count rows as they run: programs for fewer would be the same ones
 
     def arena_bytes(self, target: Target, work: Work) -> dict[str, int]:
         return {p.name: p.arena_bytes for p in work.programs}
@@ -99,6 +106,10 @@ class CudaBackend:
         from aotc.codegen.cuda.render import TEMPLATES
 
         return TEMPLATES
+
+    def batch_sizes(self, most: int) -> tuple[int, ...]:
+        """Powers of four: a grid, and the schedules, are those of the program's bound, at most four times too large."""
+        return tuple(4**n for n in range(most.bit_length() // 2 + 1) if 4**n < most)
 
     def arena_bytes(self, target: Target, work: Work) -> dict[str, int]:
         built = self._build(target, work)
@@ -184,7 +195,10 @@ def _entry(target: Target, plans: list[Plan], library: str, scratch_bytes: int, 
         name = f"plans/{target.name}/{plan.program}.json"
         work.writer.add_file(name, encode_plan(plan))
         layout = next((area_of(b.type) for b in program.buffers.values() if b.space == "kv"), "")
-        kind, bucket = plan.program.split("_")[-2:] if layout else ("call", "0")
+        if layout:
+            kind, bucket = plan.program.split("_")[-2:]
+        else:  # of several programs of a tensor model, each has one dim, which counts rows
+            kind, bucket = "call", plan.dims[0].hi if len(plans) > 1 else 0
         entries.append(ProgramEntry(plan.program, kind, int(bucket), name, layout))
     arena = max(p.arena_bytes for p in plans)
     used = weight_ranges(plans, work.writer.weights)

@@ -11,7 +11,7 @@ from aotc.artifact.manifest import FORMAT_VERSION, KVCache, Manifest, State, Sta
 from aotc.artifact.manifest import Model as ModelEntry
 from aotc.artifact.writer import ArtifactWriter
 from aotc.backends import BACKENDS, Backend, Progress, Work
-from aotc.errors import UnsupportedError
+from aotc.errors import RequestError, UnsupportedError
 from aotc.frontend.model import Model, read_logical
 from aotc.ir.graph import Graph
 from aotc.ir.interpret import interpret
@@ -35,7 +35,7 @@ from aotc.passes import (
 )
 from aotc.passes.fuse import PACKED
 from aotc.passes.runner import run_passes
-from aotc.passes.specialise import decode, extend
+from aotc.passes.specialise import batch, batch_dim, decode, extend
 from aotc.planner import Placement
 from aotc.target import Target
 
@@ -46,13 +46,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Options:
     """What the user chose. Buckets bound the rows of decode programs and the tokens of extend programs; there are
-    programs for each of the layouts of the KV cache."""
+    programs for each of the layouts of the KV cache. `batch_sizes` bound the rows of a tensor model's programs."""
 
     decode_buckets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     extend_buckets: tuple[int, ...] = (128, 512, 2048)
     kv_layouts: tuple[KVLayout, ...] = (KVLayout("static"), KVLayout("paged"))
     tables: tuple[Table, ...] = ()  # of schedules, later ones first
     workspace_bytes: int | None = None  # that a program's arena may take
+    batch_sizes: tuple[int, ...] = ()  # none: what is usual for a device
     batch_invariant: bool = False  # the same schedules for all buckets of a kind (CUDA)
 
 
@@ -130,7 +131,7 @@ def device_programs(
     device = backend.device
     packed = run_passes(graph, [lambda g: pack_weights(g, PACKINGS[device])], device)
     prologue, main = split_weights(packed)
-    graphs = progress_over(list(_specialised(main, model, options)), f"programs {device}", progress)
+    graphs = progress_over(list(_specialised(main, model, backend, options)), f"programs {device}", progress)
     templates = backend.templates
     if options.batch_invariant:  # a norm within the layer, or behind it, rounds otherwise than one before it
         templates = replace(templates, norm_rows=0, scaled_rows=0)
@@ -156,9 +157,10 @@ def make_program(graph: Graph, templates: Templates = PACKED) -> Program:
     return program
 
 
-def _specialised(main: Graph, model: Model, options: Options) -> Iterator[Graph]:
+def _specialised(main: Graph, model: Model, backend: Backend, options: Options) -> Iterator[Graph]:
     if model.kind != "llm":
-        yield main
+        sizes = _batch_sizes(main, backend, options)
+        yield from (batch(main, rows) for rows in sizes) if len(sizes) > 1 else (main,)
         return
     for layout in options.kv_layouts:
         laid = run_passes(main, [lambda g, at=layout: layout_kv(g, at)], f"kv_{layout.layout}")
@@ -166,6 +168,23 @@ def _specialised(main: Graph, model: Model, options: Options) -> Iterator[Graph]
         made = [decode(laid, rows) for rows in options.decode_buckets]
         made += [extend(laid, tokens, max(options.decode_buckets)) for tokens in options.extend_buckets]
         yield from (replace(g, name=prefix + g.name) for g in made)
+
+
+def _batch_sizes(main: Graph, backend: Backend, options: Options) -> tuple[int, ...]:
+    """Rows that the programs of a tensor model take, ascending, the dim's bound included; none: one program for all.
+    Raises RequestError where the user asks for sizes that the model can't have."""
+    try:
+        dim = batch_dim(main)
+    except RequestError:
+        if options.batch_sizes:
+            raise
+        return ()
+    for size in options.batch_sizes:
+        if not max(dim.lo, 1) <= size <= dim.hi:
+            said = f"--batch-sizes {size} is outside the bounds of dim {dim.name}, {dim.lo} to {dim.hi}"
+            raise RequestError(f"{said}: leave it out, or move the bounds with --dim {dim.name}=LO..HI")
+    sizes = options.batch_sizes or [size for size in backend.batch_sizes(dim.hi) if size >= dim.lo]
+    return tuple(sorted({*sizes, dim.hi}))
 
 
 def state_of(graph: Graph) -> State | None:

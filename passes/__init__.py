@@ -14,8 +14,9 @@ from aotc.passes.plan_memory import plan_memory
 from aotc.passes.raise_composites import raise_composites
 from aotc.passes.spell_out import spell_out
 from aotc.passes.split_weights import cone, split_weights
+from aotc.passes.turn_weights import turn_weights
 
-MODEL_PASSES = (canonicalize, raise_composites, canonicalize, merge_dots, canonicalize)
+MODEL_PASSES = (canonicalize, raise_composites, canonicalize, turn_weights, merge_dots, canonicalize)
 """Once a model: what holds for every target and every program."""
 
 PROGRAM_PASSES = (plan_memory, place_barriers)
@@ -30,4 +31,5 @@ PACKINGS = {
 __all__ = [
     "MODEL_PASSES", "PACKINGS", "PROGRAM_PASSES", "KVLayout", "canonicalize", "cone", "defer_norms", "fuse", "layout_kv", "lower",
     "merge_dots", "pack_weights", "place_barriers", "plan_memory", "raise_composites", "spell_out", "split_weights",
+    "turn_weights",
 ]  # fmt: skip

@@ -10,6 +10,7 @@ from dataclasses import replace
 from aotc import knobs
 from aotc.ir.graph import Graph, Node
 from aotc.ir.ops.control import IfAttrs
+from aotc.ir.sizes import Dim
 from aotc.ir.verify import verify
 
 log = logging.getLogger("aotc.passes")
@@ -30,16 +31,19 @@ def run_passes(graph: Graph, passes: Iterable[Callable[[Graph], Graph]], stage: 
     return graph
 
 
-def everywhere(function: Callable[[Graph], Graph], graph: Graph) -> Graph:
-    """Applies a pass to the branches of conditionals, innermost first, then to the graph itself."""
+def everywhere(function: Callable[[Graph], Graph], graph: Graph, outer: tuple[Dim, ...] = ()) -> Graph:
+    """Applies a pass to the branches of conditionals, innermost first, then to the graph itself. A branch has the dims
+    of the graphs around it (`outer`) only while a pass looks at their bounds."""
+    dims = (*(d for d in outer if d not in graph.dims), *graph.dims)
 
     def inside(node: Node) -> Node:
         if node.op != "if":
             return node
         at = node.attrs
-        return replace(node, attrs=IfAttrs(everywhere(function, at.then), everywhere(function, at.orelse)))
+        return replace(node, attrs=IfAttrs(everywhere(function, at.then, dims), everywhere(function, at.orelse, dims)))
 
-    return function(replace(graph, nodes=tuple(map(inside, graph.nodes))))
+    made = function(replace(graph, nodes=tuple(map(inside, graph.nodes)), dims=dims))
+    return replace(made, dims=graph.dims) if outer else made
 
 
 def dump(name: str, text: str | bytes) -> None:

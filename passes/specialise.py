@@ -1,12 +1,14 @@
-"""Makes the programs of a decoder from its one graph: `decode[b]`, one token a row, and `extend[t]`."""
+"""Makes programs for several sizes from one graph: of a decoder `decode[b]`, one token a row, and `extend[t]`; of a tensor
+model one for up to `b` rows."""
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
 from typing import Any
 
+from aotc.errors import RequestError
 from aotc.ir.graph import Graph, Node, TensorType, Value, dead_code_free
-from aotc.ir.sizes import Dim, Expr, Size, evaluate, symbol
+from aotc.ir.sizes import Dim, Expr, Size, evaluate, names_in, symbol
 
 
 def decode(graph: Graph, rows: int) -> Graph:
@@ -25,6 +27,31 @@ def extend(graph: Graph, tokens: int, rows: int) -> Graph:
         for d in graph.dims
     )
     return replace(graph, name=f"extend_{tokens}", dims=bounds)
+
+
+def batch(graph: Graph, rows: int) -> Graph:
+    """Up to `rows` rows of a tensor model that has a `batch_dim`."""
+    (dim,) = graph.dims
+    return replace(graph, name=f"{graph.name}_{rows}", dims=(replace(dim, hi=rows),))
+
+
+def batch_dim(graph: Graph) -> Dim:
+    """The dim that counts rows: the only one, and the first axis of each input that has it. Raises RequestError, which
+    says why there is none."""
+    names = [d.name for d in graph.dims]
+    if not names:
+        raise RequestError("--batch-sizes is for a model with a dynamic batch, and this one's shapes are fixed: leave it out")
+    if len(names) > 1:
+        advice = " ".join(f"--dim {name}=N" for name in names[1:])
+        raise RequestError(f"--batch-sizes is for a model with one dynamic dim, and this one has {', '.join(names)}: "
+                           f"make numbers of the others ({advice}), or leave it out")  # fmt: skip
+    dim = graph.dims[0]
+    for value in graph.inputs:
+        first, *rest = value.type.shape or (1,)
+        if any(names_in(s) for s in rest) or (names_in(first) and first != symbol(dim.name)):
+            raise RequestError(f"--batch-sizes is for a model whose dynamic dim is the first axis of its inputs, and "
+                               f"{value.name} is {value.type}: leave it out")  # fmt: skip
+    return dim
 
 
 def substitute_dims(graph: Graph, dims: dict[str, Size]) -> Graph:

@@ -37,12 +37,15 @@ class _Request:
 class Batcher:
     """Thread-safe. `close` fails what still waits. The thread starts with the first request."""
 
-    def __init__(self, plan: Plan, run: Run, *, max_batch_size: int | None, max_wait_ms: float, min_batch_size: int) -> None:
+    def __init__(
+        self, plan: Plan, run: Run, *, max_batch_size: int | None, max_wait_ms: float, min_batch_size: int,
+        preferred_batch_sizes: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         low, high = batch_bounds(plan)
         most = high if max_batch_size is None else min(max_batch_size, high)
         if most < low:
             raise RequestError(f"max_batch_size is {most}: the model was compiled for {low} rows or more")
-        options = BatchOptions(most, max_wait_ms / 1000, min(min_batch_size, most))
+        options = BatchOptions(most, max_wait_ms / 1000, min(min_batch_size, most), tuple(preferred_batch_sizes))
         self.options, self._low, self._run = options, low, run
         self._outputs = [t.name for t in plan.outputs]
         self._plan = plan

@@ -1,8 +1,9 @@
 """When requests leave together: the policy of the dynamic batcher. Times are seconds of any clock; no threads, no device.
 
-Requests of one queue may be computed together. A batch leaves when it is full, when its oldest request has waited
-`max_wait`, or when waiting is not worth it: when the next request is not expected before that, by the queue's average
-time between arrivals, or did not come within PATIENCE times that average.
+Requests of one queue may be computed together. A batch leaves when it is full, when it has just as many rows as a
+program takes (one more would need the next larger program), when its oldest request has waited `max_wait`, or when
+waiting is not worth it: when the next request is not expected before that, by the queue's average time between arrivals,
+or did not come within PATIENCE times that average.
 
 A caller that asks again once it is answered has a short time between arrivals, and waiting for it is in vain: it waits
 itself. So each queue also has a trust in company: it grows when a request comes while another one waits or runs, and
@@ -30,7 +31,8 @@ IDLE_QUEUES = 64  # whose averages are remembered
 @dataclass(frozen=True)
 class BatchOptions:
     """Rows of a batch at most; seconds that a request waits for others at most; rows for which it waits that long even
-    where few requests come; sizes that batches are cut to where there are as many rows (none: any size)."""
+    where few requests come; sizes that wait for nobody else, but for a single row, which would never have company. No
+    batch is made smaller for a preferred size: a larger program with fewer rows takes less time than two programs."""
 
     max_batch_size: int
     max_wait: float = 0.005
@@ -85,7 +87,7 @@ class BatchPolicy(Generic[T]):
     def __init__(self, options: BatchOptions) -> None:
         self.options = options
         sizes = [s for s in options.preferred if s <= options.max_batch_size]
-        self._preferred = sorted(sizes)
+        self._preferred = frozenset(s for s in sizes if s > 1)
         self._full = max(sizes, default=options.max_batch_size)
         self._active: dict[Hashable, _Queue[T]] = {}
         self._idle: OrderedDict[Hashable, _Queue[T]] = OrderedDict()
@@ -134,7 +136,7 @@ class BatchPolicy(Generic[T]):
         key = min(ready)[2]
         queue = self._active[key]
         waited = self._leaves(queue) > queue.entries[0].arrived
-        most, items, rows = self._cut(queue.rows), [], 0
+        most, items, rows = self.options.max_batch_size, [], 0
         for entry in queue.entries:
             if entry.gone:
                 continue
@@ -172,7 +174,7 @@ class BatchPolicy(Generic[T]):
     def _leaves(self, queue: _Queue[T]) -> float:
         """When the batch at the front of a queue leaves, if nothing else comes."""
         oldest = queue.entries[0].arrived
-        if queue.rows >= self._full:
+        if queue.rows >= self._full or (queue.rows >= self.options.min_batch_size and queue.rows in self._preferred):
             return oldest
         latest = oldest + self.options.max_wait
         if queue.deadlines:
@@ -183,10 +185,6 @@ class BatchPolicy(Generic[T]):
         if queue.gap is None or queue.trust < TRUST or queue.last + queue.gap > latest:
             return oldest
         return min(latest, queue.last + PATIENCE * queue.gap)
-
-    def _cut(self, rows: int) -> int:
-        """How many of so many rows leave together at most."""
-        return max((s for s in self._preferred if s <= rows), default=self.options.max_batch_size)
 
     def _settle(self, key: Hashable, queue: _Queue[T]) -> None:
         """After items were taken out of a queue."""

@@ -1,4 +1,4 @@
-"""A tensor model's program on an NVIDIA GPU: inputs up, graphs, outputs down; or graphs on the caller's own memory."""
+"""A tensor model's programs on an NVIDIA GPU: inputs up, graphs, outputs down; or graphs on the caller's own memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from aotc.artifact.reader import Artifact
 from aotc.errors import DeviceError
 from aotc.runtime import dlpack
 from aotc.runtime.binding import Launch
+from aotc.runtime.buckets import Buckets
 from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
 from aotc.runtime.devices.cuda_weights import CudaWeights
@@ -42,8 +43,9 @@ class CudaTensorProgram:
             raise
 
     def _load(self, artifact: Artifact, target: TargetEntry) -> None:
-        device, (entry,) = self.device, target.programs
-        self.plan = plan = artifact.plan(entry.plan)
+        device, self.buckets = self.device, Buckets(target.programs)
+        self._plans = [artifact.plan(e.plan) for e in self.buckets.entries]
+        self.plan = plan = self._plans[-1]
         self._order = [[d.name for d in plan.dims].index(name) for name in target.dims]
         self._dims_bytes = dims_bytes(target)
         begins, up = tensor_places(plan, "input", self._dims_bytes)
@@ -59,13 +61,13 @@ class CudaTensorProgram:
         self._bases |= {name: self._inputs + at for name, at in begins.items()}
         self._bases |= {name: self._outputs + at for name, at in ends.items()}
         self._kernels = CudaKernels(device, artifact)
-        self._program = self._make(device, {})
+        self._programs = [self._make(n, device, {}) for n in range(len(self._plans))]
         self._weights.upload()
         device.synchronize()
 
-    def _make(self, device: CudaDevice, places: Mapping[str, int]) -> CudaProgram:
-        """The program, with some spaces elsewhere."""
-        return CudaProgram(self.plan, device, self._kernels, {**self._bases, **places}, self._weights.address)
+    def _make(self, number: int, device: CudaDevice, places: Mapping[str, int]) -> CudaProgram:
+        """A program, with some spaces elsewhere."""
+        return CudaProgram(self._plans[number], device, self._kernels, {**self._bases, **places}, self._weights.address)
 
     def run(
         self, given: Sequence[np.ndarray | None], dims: tuple[int, ...], results: Sequence[np.ndarray | None],
@@ -85,11 +87,12 @@ class CudaTensorProgram:
         if self._host_inputs.nbytes <= _SMALL:
             parts = [self._host_inputs]
         back = [(self._ends[n], array) for n, array in enumerate(results) if array is not None]
-        self._guarded(lambda: self._exchange(parts, back, program or self._program))
+        runs = program or self._programs[self.buckets.at(dims)]
+        self._guarded(lambda: self._exchange(parts, back, runs), runs.plan.program)
         for at, array in back:
             array.reshape(-1).view(np.uint8)[:] = self._host_outputs[at : at + array.nbytes]
 
-    def _guarded(self, work: Callable[[], None]) -> None:
+    def _guarded(self, work: Callable[[], None], what: str) -> None:
         """Does it as a step of the device, after which nothing runs any more where it fails."""
         device = self.device
         device.enter()
@@ -97,7 +100,7 @@ class CudaTensorProgram:
         try:
             work()
         except DeviceError as error:
-            raise device.fail(self.plan.program, error) from None
+            raise device.fail(what, error) from None
 
     def _exchange(self, parts: list[np.ndarray], back: list[tuple[int, np.ndarray]], program: CudaProgram) -> None:
         device = self.device
@@ -113,10 +116,14 @@ class CudaTensorProgram:
         device.synchronize()
 
     def _copy(self, copy: Callable[[], None], part: np.ndarray) -> None:
-        """A copy that has ended afterwards."""
-        if part.nbytes:
-            copy()
-        self.device.synchronize()
+        """A copy of a state, which has ended afterwards."""
+
+        def work() -> None:
+            if part.nbytes:
+                copy()
+            self.device.synchronize()
+
+        self._guarded(work, "copying a state")
 
     def _follow(self, stream: Any) -> None:
         """What goes into the stream from now on runs after what was left running in another."""
@@ -140,13 +147,17 @@ class CudaTensorProgram:
         try:
             names = [t.name for t in (*self.plan.inputs, *self.plan.outputs)]
             places = dict(zip(names, addresses, strict=True)) | {"dims": self._place_dims(scope, dims)}
-            program = self._make(scope, places)
+            program = self._make(self.buckets.at(dims), scope, places)
             event = None if stream is None else scope.hold("cuEventDestroy", scope.call("cuEventCreate", 2))
             self.device.synchronize()
         except BaseException:
             scope.release()
             raise
-        return Launch(lambda: self._guarded(lambda: self._start(scope, program, event)), lambda: self._release(scope), program)
+
+        def run() -> None:
+            self._guarded(lambda: self._start(scope, program, event), program.plan.program)
+
+        return Launch(run, lambda: self._release(scope), program)
 
     def _place_dims(self, scope: CudaDevice, dims: tuple[int, ...]) -> int:
         if not dims:
@@ -171,10 +182,12 @@ class CudaTensorProgram:
         self._wait()
         scope.release()
 
-    def feedback(self, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> CudaFeedback:
+    def feedback(
+        self, inputs: list[int], outputs: list[int], like: list[np.ndarray], dims: tuple[int, ...]
+    ) -> CudaFeedback:  # fmt: skip
         """States in memory of the GPU."""
         self.device.enter()
-        return CudaFeedback(self, inputs, outputs, like)
+        return CudaFeedback(self, inputs, outputs, like, self.buckets.at(dims))
 
     def close(self) -> None:
         if self._pending is not None and self.device.failure is None:
@@ -185,41 +198,54 @@ class CudaTensorProgram:
 
 
 class CudaFeedback:
-    """States of a session: two places on the GPU for each, and graphs for both directions."""
+    """States of a session: two places on the GPU for each, and graphs for both directions: of the program that runs first,
+    and of others when they are asked for, where no state says how many rows there are."""
 
-    def __init__(self, owner: CudaTensorProgram, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> None:
+    def __init__(
+        self, owner: CudaTensorProgram, inputs: list[int], outputs: list[int], like: list[np.ndarray], first: int
+    ) -> None:  # fmt: skip
         self._owner, self._inputs, self._outputs, self._like = owner, inputs, outputs, like
         self._scope = owner.device.scope()
         self._turn = 0  # which of both places the next run reads
+        self._programs: dict[int, list[CudaProgram]] = {}  # of both turns, by the program's number
         try:
             self._places = [[self._scope.allocate(max(a.nbytes, 1)) for a in like] for _ in range(2)]
-            self._programs = [self._make(*turn) for turn in (self._places, self._places[::-1])]
-            owner.device.synchronize()
+            self._both(first)
         except BaseException:
             self._scope.release()
             raise
 
-    def _make(self, now: list[int], following: list[int]) -> CudaProgram:
+    def _make(self, number: int, now: list[int], following: list[int]) -> CudaProgram:
         plan = self._owner.plan
         names = [plan.inputs[n].name for n in self._inputs], [plan.outputs[n].name for n in self._outputs]
         places = zip((*names[0], *names[1]), (*now, *following), strict=True)
-        return self._owner._make(self._scope, dict(places))
+        return self._owner._make(number, self._scope, dict(places))
 
     def run(self, given: Slots, dims: tuple[int, ...], results: Slots) -> None:
-        self._owner.run(given, dims, results, self._programs[self._turn])
+        self._owner.run(given, dims, results, self._both(self._owner.buckets.at(dims))[self._turn])
         self._turn = 1 - self._turn
+
+    def _both(self, number: int) -> list[CudaProgram]:
+        """A program on both turns. What was made before another one failed is kept."""
+        made = self._programs.setdefault(number, [])
+        if len(made) < 2:
+            self._owner.device.enter()
+            for turn in (self._places, self._places[::-1])[len(made) :]:
+                made.append(self._make(number, *turn))
+            self._owner.device.synchronize()
+        return made
 
     def write(self, state: int, array: np.ndarray) -> None:
         owner, at = self._owner, self._owner._begins[self._inputs[state]]
         part = owner._host_inputs[at : at + array.nbytes]
         part[:] = array.reshape(-1).view(np.uint8)
-        owner._guarded(lambda: owner._copy(lambda: owner.device.upload(self._places[self._turn][state], part), part))
+        owner._copy(lambda: owner.device.upload(self._places[self._turn][state], part), part)
 
     def read(self, state: int) -> np.ndarray:
         owner, array = self._owner, np.empty_like(self._like[state])
         at = owner._ends[self._outputs[state]]
         part = owner._host_outputs[at : at + array.nbytes]
-        owner._guarded(lambda: owner._copy(lambda: owner.device.download(part, self._places[self._turn][state]), part))
+        owner._copy(lambda: owner.device.download(part, self._places[self._turn][state]), part)
         array.reshape(-1).view(np.uint8)[:] = part
         return array
 

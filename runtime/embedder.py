@@ -26,7 +26,7 @@ class Embedder:
 
     `max_length` is how many tokens a text may have, `hidden_size` how many numbers a vector has, and `normalized`
     whether these have length 1, so that their products are cosines. Options are those of a TensorModel's batcher:
-    `max_batch_size`, `max_wait_ms` and `min_batch_size`.
+    `max_batch_size`, `max_wait_ms`, `min_batch_size` and `preferred_batch_sizes`.
     """
 
     def __init__(

@@ -14,6 +14,7 @@ import numpy as np
 from aotc.artifact.manifest import ProgramEntry, TargetEntry
 from aotc.artifact.reader import Artifact
 from aotc.errors import ArtifactError, RequestError
+from aotc.runtime.buckets import Buckets
 from aotc.runtime.devices.cpu import CpuLibrary, CpuProgram, allocate
 from aotc.runtime.devices.opening import choose_device
 from aotc.runtime.kv_cache import CachePlan, choose_cache, parse_bytes, plan_cache
@@ -73,6 +74,7 @@ class DeviceExecutor(ABC):
         self._history = next(f.offset for f in manifest.state.fields if f.name == "history")
         of_layout = [p for p in target.programs if p.kv_layout == kind.layout]
         self._entries = sorted(of_layout, key=lambda p: (p.kind, p.bucket))
+        self._buckets = {k: Buckets(e for e in of_layout if e.kind == k) for k in ("decode", "extend")}
         self._loaded: dict[str, Any] = {}
         self._loading = threading.RLock()
         self.startup: dict[str, float] = {}  # seconds of what was done side by side
@@ -120,10 +122,12 @@ class DeviceExecutor(ABC):
 
     def program(self, kind: str, size: int) -> Any:
         """The smallest program of a kind that takes `size` rows or tokens, loaded on first use. Thread-safe."""
-        for entry in self._entries:
-            if entry.kind == kind and entry.bucket >= size:
-                return self._loaded.get(entry.name) or self._load_once(entry)
-        raise RequestError(f"no {kind} program takes {size}: compile with a larger bucket")
+        buckets = self._buckets[kind]
+        number = buckets.smallest(size)
+        if number == len(buckets.entries):
+            raise RequestError(f"no {kind} program takes {size}: compile with a larger bucket")
+        entry = buckets.entries[number]
+        return self._loaded.get(entry.name) or self._load_once(entry)
 
     def _load_once(self, entry: ProgramEntry) -> Any:
         with self._loading:

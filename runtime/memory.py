@@ -61,12 +61,12 @@ def decoder_memory(manifest: Manifest, target: TargetEntry, cache: CachePlan, pi
 
 
 def tensor_memory(manifest: Manifest, target: TargetEntry, plan: Plan) -> Memory:
-    """What a tensor model takes on a GPU. `step` are its dims and inputs."""
+    """What a tensor model takes on a GPU. `plan` is that of its largest program, `step` are dims and inputs."""
     up, down = tensor_places(plan, "input", dims_bytes(target))[1], tensor_places(plan, "output", 0)[1]
-    condition = any(True for _ in plan.conditions())  # its byte is read between graphs
+    conditions = any(True for _ in plan.conditions()) * len(target.programs)  # a byte each, read between graphs
     return Memory(
         weight_bytes(manifest, target), target.arena_bytes, 0, target.counter_bytes, up, down,
-        pinned=max(up, 1) + max(down, 1) + condition,
+        pinned=max(up, 1) + max(down, 1) + conditions,
     )  # fmt: skip
 
 

@@ -146,7 +146,8 @@ class Session:
             self._drop()
             like = {i.name: np.zeros(wanted[i.name], DTYPES[i.dtype]) for i, _ in self._pairs}
             self._gate.sweep()
-            self._memory = self._program.feedback(self._begins, self._ends, list(like.values()))
+            dims = self._signature.fit({**arrays, **like})[1].dims
+            self._memory = self._program.feedback(self._begins, self._ends, list(like.values()), dims)
             self._like = like
         for n, name in enumerate(self._like):
             first = self._initial.get(name)

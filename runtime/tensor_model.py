@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +17,7 @@ from aotc.errors import RequestError
 from aotc.runtime import dlpack
 from aotc.runtime.batch_worker import Batcher, in_loop
 from aotc.runtime.binding import Binding, Launch, bind
+from aotc.runtime.buckets import Buckets
 from aotc.runtime.devices.cpu import CpuLibrary, CpuProgram, address_of, allocate
 from aotc.runtime.devices.opening import choose_device
 from aotc.runtime.gate import Gate
@@ -31,9 +33,12 @@ _SHORT = 400_000  # operations and bytes together, of a run that one thread does
 
 
 class TensorProgram(Protocol):
-    """A tensor model's program on one device. Calls come one at a time."""
+    """A tensor model on one device: its program, or one a bucket, of which the smallest runs that takes the rows. Calls
+    come one at a time."""
 
     plan: Plan
+    """Of the largest program: what the model takes."""
+    buckets: Buckets
     memory: Memory
     devices: tuple[int, ...]
     """Kinds of memory, as DLPack numbers them, whose arrays can be bound."""
@@ -52,8 +57,11 @@ class TensorProgram(Protocol):
         """The stream in which a binding will use its arrays."""
         ...
 
-    def feedback(self, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> Feedback:
-        """Memory for states: inputs and outputs by number, of the shapes and types of `like`."""
+    def feedback(
+        self, inputs: list[int], outputs: list[int], like: list[np.ndarray], dims: tuple[int, ...]
+    ) -> Feedback:  # fmt: skip
+        """Memory for states: inputs and outputs by number, of the shapes and types of `like`. `dims` are those of the
+        first run."""
         ...
 
     def close(self) -> None: ...
@@ -65,24 +73,26 @@ class CpuTensorProgram:
     devices, alignment = (dlpack.CPU, dlpack.CUDA_HOST), 0
 
     def __init__(self, artifact: Artifact, target: TargetEntry) -> None:
-        (entry,) = target.programs
-        self.plan = artifact.plan(entry.plan)
+        self.buckets = Buckets(target.programs)
+        self._plans = [artifact.plan(e.plan) for e in self.buckets.entries]
+        self.plan = self._plans[-1]
         self._library = library = CpuLibrary(artifact.file(target.library), target.scratch_bytes)
         self._weights, self._arena = artifact.map_weights(target=target), allocate(target.arena_bytes)
-        self._program = self._make()
+        self._programs = [self._make(n) for n in range(len(self._plans))]
+        self._spaces = [[t.space for t in (*p.inputs, *p.outputs)] for p in self._plans]
         self._short: dict[tuple[int, ...], bool] = {}  # by dims
-        self._spaces = [t.space for t in (*self.plan.inputs, *self.plan.outputs)]
         self.memory = Memory(weight_bytes(artifact.manifest, target), self._arena.nbytes, 0, library.scratch.nbytes, 0, 0)
 
-    def _make(self) -> CpuProgram:
-        program = CpuProgram(self.plan, self._library)
+    def _make(self, number: int) -> CpuProgram:
+        program = CpuProgram(self._plans[number], self._library)
         program.bind("arena", "arena", self._arena.ctypes.data)
         program.bind("weights", "weights", self._weights.ctypes.data)
         return program
 
     def run(self, given: list[np.ndarray], dims: tuple[int, ...], results: list[np.ndarray]) -> None:
-        program = self._program
-        for space, array in zip(self._spaces, (*given, *results), strict=True):
+        number = self.buckets.at(dims)
+        program = self._programs[number]
+        for space, array in zip(self._spaces[number], (*given, *results), strict=True):
             program.set_base(space, address_of(array))
         program.set_dims(dims)
         (program.call_alone if self._is_short(dims) else program.call)()
@@ -91,16 +101,18 @@ class CpuTensorProgram:
         """Whether other threads would cost more, and more so at the 99.9th percentile, than they give."""
         short = self._short.get(dims)
         if short is None:
-            values = dict(zip((d.name for d in self.plan.dims), dims, strict=True))
-            work = sum(evaluate(c.flops, values) + evaluate(c.bytes, values) for c in self.plan.calls())
+            plan = self._plans[self.buckets.at(dims)]
+            values = dict(zip((d.name for d in plan.dims), dims, strict=True))
+            work = sum(evaluate(c.flops, values) + evaluate(c.bytes, values) for c in plan.calls())
             if len(self._short) >= REMEMBERED:
                 self._short.clear()
             short = self._short[dims] = work <= _SHORT
         return short
 
     def bind(self, addresses: list[int], dims: tuple[int, ...], stream: int | None) -> Launch:
-        program = self._make()
-        for space, address in zip(self._spaces, addresses, strict=True):
+        number = self.buckets.at(dims)
+        program = self._make(number)
+        for space, address in zip(self._spaces[number], addresses, strict=True):
             program.set_base(space, address)
         program.set_dims(dims)
         return Launch(program.call_alone if self._is_short(dims) else program.call, lambda: None, program)
@@ -108,7 +120,9 @@ class CpuTensorProgram:
     def stream_for(self, stream: int | None) -> int | None:
         return None
 
-    def feedback(self, inputs: list[int], outputs: list[int], like: list[np.ndarray]) -> Feedback:
+    def feedback(
+        self, inputs: list[int], outputs: list[int], like: list[np.ndarray], dims: tuple[int, ...]
+    ) -> Feedback:  # fmt: skip
         return HostFeedback(self, inputs, outputs, like)
 
     def close(self) -> None:
@@ -122,16 +136,19 @@ class TensorModel:
     Rank, bounds, element type and shape of every input are checked at each call. For `submit`,
     `max_batch_size` rows run together at most (the upper bound of the batch's dim); a request waits `max_wait_ms` (5) for
     others at most, which it does where more are expected in that time, and always while there are fewer rows than
-    `min_batch_size` (1).
+    `min_batch_size` (1). A batch with just as many rows as one of `preferred_batch_sizes` (those that the artifact has
+    programs for) waits no longer.
     """
 
     def __init__(
         self, artifact: Artifact, *, device: str = "auto", opening: Opening | None = None,
         max_batch_size: int | None = None, max_wait_ms: float = 5.0, min_batch_size: int = 1,
+        preferred_batch_sizes: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
-        _check_batching(max_batch_size, max_wait_ms, min_batch_size)
+        _check_batching(max_batch_size, max_wait_ms, min_batch_size, preferred_batch_sizes)
         self._batching: dict[str, Any] = {
             "max_batch_size": max_batch_size, "max_wait_ms": max_wait_ms, "min_batch_size": min_batch_size,
+            "preferred_batch_sizes": preferred_batch_sizes,
         }  # fmt: skip
         self.artifact = artifact
         self._program: TensorProgram
@@ -142,6 +159,8 @@ class TensorModel:
             from aotc.runtime.cuda_tensor import CudaTensorProgram
 
             self._program = CudaTensorProgram(artifact, gpu)
+        if preferred_batch_sizes is None:
+            self._batching["preferred_batch_sizes"] = self._program.buckets.preferred
         self.plan: Plan = self._program.plan
         self.memory: Memory = self._program.memory
         """Exact bytes of what this model allocated."""
@@ -240,7 +259,12 @@ class TensorModel:
             return self._batcher
 
 
-def _check_batching(max_batch_size: int | None, max_wait_ms: float, min_batch_size: int) -> None:
+def _check_batching(
+    max_batch_size: int | None, max_wait_ms: float, min_batch_size: int, preferred: Sequence[int] | None
+) -> None:
+    for size in preferred or ():
+        if size < 1:
+            raise RequestError(f"preferred_batch_sizes has {size}: give numbers from 1 on")
     if max_batch_size is not None and max_batch_size < 1:
         raise RequestError(f"max_batch_size is {max_batch_size}: give 1 or more")
     if min_batch_size < 1:

@@ -70,8 +70,8 @@ class KVCache(_Struct, frozen=True):
 
 
 class ProgramEntry(_Struct, frozen=True):
-    """A program of a target. `kind` is decode (bucket: rows), extend (bucket: tokens) or call; `kv_layout` is how its
-    KV cache lies, for those that have one."""
+    """A program of a target. `kind` is decode (bucket: rows), extend (bucket: tokens) or call (bucket: rows, or 0 where
+    it is the only one); `kv_layout` is how its KV cache lies, for those that have one."""
 
     name: str
     kind: str

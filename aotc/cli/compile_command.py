@@ -58,6 +58,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=LO..HI",
                         help="bounds of a dynamic dimension of an ONNX model")  # fmt: skip
+    parser.add_argument("--batch-sizes", metavar="N[,N]",
+                        help="rows that an ONNX model has programs for (on GPUs 1, 4, 16, ...; on CPUs one for all)")  # fmt: skip
     parser.add_argument("--quiet", action="store_true", help="no progress")
 
 
@@ -144,8 +146,10 @@ def open_model(options: argparse.Namespace):
                 kv_layout="both", kv_page_size=64, batch_invariant=False)  # fmt: skip
         from aotc.frontend.onnx import open_onnx
 
-        return open_onnx(options.model, parse_dims(options.dim)), Options()
-    _refuse(options, "a language model", dim=[])
+        sizes = parse_batch_sizes(options.batch_sizes)
+        made = open_onnx(options.model, parse_dims(options.dim), max(sizes, default=0))
+        return made, Options(batch_sizes=sizes)
+    _refuse(options, "a language model", dim=[], batch_sizes=None)
     encoder = _encoder_folder(options)
     if encoder is not None:
         return _open_encoder(options, encoder), Options()
@@ -246,6 +250,17 @@ def parse_dims(items: list[str]) -> dict[str, tuple[int, int]]:
             raise RequestError(f"--dim {item}: write NAME=LO..HI or NAME=N, for example --dim batch=1..8")
         dims[name] = (int(low), int(high or low))
     return dims
+
+
+def parse_batch_sizes(text: str | None) -> tuple[int, ...]:
+    """`--batch-sizes 1,4,16` as numbers. Raises RequestError."""
+    from aotc.errors import RequestError
+
+    sizes = [] if text is None else text.split(",")
+    for size in sizes:
+        if not size.strip().isdecimal() or int(size) < 1:
+            raise RequestError(f"--batch-sizes {text}: write numbers from 1 on, for example --batch-sizes 1,4,16")
+    return tuple(sorted({int(size) for size in sizes}))
 
 
 def _add_text_files(model: Model, writer) -> None:

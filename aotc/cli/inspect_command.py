@@ -55,6 +55,7 @@ def _memory(artifact, target) -> dict[str, int] | None:
     """Bytes that a target takes on a GPU, by purpose, before any sequence; None for a CPU, where threads count too."""
     from dataclasses import asdict
 
+    from aotc.runtime.buckets import Buckets
     from aotc.runtime.kv_cache import CachePlan, choose_cache
     from aotc.runtime.memory import decoder_memory, tensor_memory
 
@@ -63,7 +64,7 @@ def _memory(artifact, target) -> dict[str, int] | None:
     if artifact.manifest.state is not None:
         memory = decoder_memory(artifact.manifest, target, CachePlan(choose_cache(artifact.manifest, None), 0, 0, 0))
     else:
-        memory = tensor_memory(artifact.manifest, target, artifact.plan(target.programs[0].plan))
+        memory = tensor_memory(artifact.manifest, target, artifact.plan(Buckets(target.programs).entries[-1].plan))
     names = {"scratch": "counters", "outputs": "results"}
     parts = {names.get(k, k): v for k, v in asdict(memory).items() if k not in ("state", "pinned", "kv_cache", "kv_blocks")}
     return {**parts, "total": memory.total}

@@ -112,3 +112,18 @@ def test_torch_export_module(tmp_path):
         np.testing.assert_array_equal(got["output_1"], index.numpy())
     with pytest.raises(RequestError, match="another input"):
         model(image=np.zeros((2, 3, 10, 10), np.float32), scale=np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize("node", [helper.make_node("MatMul", ["x", "w"], ["y"]), helper.make_node("Gemm", ["x", "w"], ["y"])])
+def test_onnx_products_have_the_kernels_of_linear_layers(tmp_path, node):
+    """Whose weights are [N, K], while ONNX's are [K, N]."""
+    w = np.random.default_rng(0).standard_normal((48, 40)).astype(np.float32)
+    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["batch", s]) for n, s in (("x", 48), ("y", 40)))
+    graph = helper.make_graph([node], "g", [x], [y], [numpy_helper.from_array(w, "w")])
+    path, folder = tmp_path / "m.onnx", str(tmp_path / "artifact")
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    assert main(["compile", str(path), "--arch", "cpu", "--dim", "batch=1..8", "-o", folder, "--quiet"]) == 0
+    with aotc.load(folder, device="cpu") as compiled:
+        assert [k.family for k in compiled.plan.kernels] == ["matmul"]
+        given = np.random.default_rng(1).standard_normal((3, 48)).astype(np.float32)
+        np.testing.assert_allclose(compiled(x=given)["y"], given @ w, rtol=1e-4, atol=1e-5)

@@ -20,7 +20,7 @@ KEPT = Path(__file__).resolve().parents[1] / "end_to_end" / "artifact_format_1"
 
 FLAGS = {
     "compile": "--arch --output --dtype --max-model-len --max-num-seqs --max-num-batched-tokens --weights --revision "
-    "--dim --quiet --schedules --workspace-size --batch-invariant MODEL",
+    "--dim --batch-sizes --quiet --schedules --workspace-size --batch-invariant MODEL",
     "tune": "--arch --programs --budget --output --force --dtype --max-model-len --max-num-seqs --weights --quiet MODEL",
     "run": "--prompt --raw --max-tokens --temperature --top-p --top-k --seed --json DIR",
     "serve": "--host --port --served-model-name --api-key --max-num-seqs --max-num-queued-reqs --shutdown-timeout "
@@ -223,6 +223,7 @@ def test_a_gguf_of_another_architecture_or_packing(refused, made_gguf, tmp_path)
         ("--max-num-batched-tokens -1", "--max-num-batched-tokens -1 is not between 1 and 32768"),
         ("--weights zeros", "weights 'zeros' are unknown: give random:SEED"),
         ("--dim batch=1..2", "--dim does not apply to a language model"),
+        ("--batch-sizes 1,4", "--batch-sizes does not apply to a language model"),
     ],
 )
 def test_options_out_of_range(refused, reached, made_checkpoint, options, part):

@@ -11,14 +11,15 @@ def info(name, shape, kind=TensorProto.FLOAT):
     return helper.make_tensor_value_info(name, kind, shape)
 
 
-def compiled(folder, nodes, inputs, outputs, weights=(), dims=(), arch="cpu"):
-    """Where the artifact of a graph lies, made in `folder`."""
+def compiled(folder, nodes, inputs, outputs, weights=(), dims=(), arch="cpu", sizes=None):
+    """Where the artifact of a graph lies, made in `folder`. `sizes` are those of --batch-sizes."""
     initial = [numpy_helper.from_array(np.asarray(a), n) for n, a in dict(weights).items()]
     graph = helper.make_graph(nodes, "g", inputs, outputs, initial)
     path = folder / "m.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
     bounds = [a for d in dims for a in ("--dim", d)]
-    assert main(["compile", str(path), "--arch", arch, *bounds, "-o", str(folder / "artifact"), "--quiet"]) == 0
+    more = [*bounds, *(["--batch-sizes", sizes] if sizes else [])]
+    assert main(["compile", str(path), "--arch", arch, *more, "-o", str(folder / "artifact"), "--quiet"]) == 0
     return folder / "artifact"
 
 

@@ -177,13 +177,33 @@ def test_rows_count_and_order_is_kept():
     assert [(b.items, b.rows) for b in iter(lambda: p.take(10.0), None)] == [([0], 3), ([1, 2], 3), ([3], 4)]
 
 
-def test_batches_are_cut_to_preferred_sizes():
-    p = policy(max_batch_size=16, preferred=(4, 8, 32))
-    for n in range(13):
-        p.add("q", n, 0.0)
-    assert len(p.take(0.0).items) == 8, "full: the largest preferred size that fits"
-    assert len(p.take(10.0).items) == 4
-    assert len(p.take(10.0).items) == 1
+def test_a_batch_of_a_preferred_size_waits_no_longer():
+    p = policy(max_batch_size=16, preferred=(1, 2, 4, 8, 32), min_batch_size=3)
+    now, waits = steady(p, 1.0), []
+    for n in range(1, 10):
+        p.add("q", n, now)
+        waits.append(p.wake() > now)
+    assert waits == [True, True, True, False, True, True, True, False, False], "4, and from 8 on: 16 is no program's"
+    p.add("q", 10, now)
+    assert p.take(now).rows == 10, "one larger program is faster than two"
+
+
+def test_a_single_row_waits_where_one_is_a_preferred_size():
+    p = policy(preferred=(1, 4))
+    now = steady(p, 1.0)
+    p.add("q", "a", now)
+    assert p.take(now) is None and p.wake() == pytest.approx(now + 2.0)
+
+
+@pytest.mark.parametrize("gap", [0.0001, 0.0005, 0.001])
+def test_preferred_sizes_shorten_the_wait_of_callers_that_do_not_know_of_each_other(gap):
+    def mean_wait(preferred):
+        rng = random.Random(0)
+        requests = [(rng.expovariate(1 / gap), "a", 1, None) for _ in range(1000)]
+        arrivals, batches, _ = simulate(BatchOptions(64, preferred=preferred), requests, 0.0001)
+        return sum(at - arrivals[n][0] for at, b in batches for n in b.items) / len(arrivals)
+
+    assert mean_wait((1, 4, 16, 64)) < 0.6 * mean_wait(())
 
 
 def test_a_batch_leaves_before_a_deadline_of_its_own():

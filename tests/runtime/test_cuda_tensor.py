@@ -137,7 +137,7 @@ def test_a_failing_call_is_an_error_and_so_are_all_after_it(artifact, driver):
     model = aotc.load(artifact.path, device="cuda")
     model(**inputs(1))
     driver.faults[driver.functions[0]] = 719
-    message = "step 2 failed in program main: the GPU reports CUDA_ERROR_LAUNCH_FAILED in cu"
+    message = "step 2 failed in program main_1: the GPU reports CUDA_ERROR_LAUNCH_FAILED in cu"
     for _ in range(2):
         with pytest.raises(DeviceLostError, match=message):
             model(**inputs(1))

@@ -112,7 +112,7 @@ def test_outputs_that_are_the_same_value_are_arrays_of_their_own(tmp_path):
 
 def test_short_runs_take_one_thread(folder, monkeypatch):
     with aotc.load(folder, device="cpu") as model:
-        program, used = model._program._program, []
+        program, used = model._program._programs[0], []
         work = [sum(evaluate(c.flops, d) + evaluate(c.bytes, d) for c in model.plan.calls())
                 for d in ({"batch": 2, "time": 3}, {"batch": 8, "time": 16})]  # fmt: skip
         assert work[0] < work[1] - 1

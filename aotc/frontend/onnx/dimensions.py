@@ -17,12 +17,13 @@ _MOST_RANK, _MOST_ELEMENTS = 32, 1 << 40
 
 
 def read_dims(
-    inputs: Sequence[ValueInfoProto], bounds: Mapping[str, tuple[int, int]], path: Path
+    inputs: Sequence[ValueInfoProto], bounds: Mapping[str, tuple[int, int]], path: Path, batch: int = 0
 ) -> tuple[list[tuple[Size, ...]], tuple[Dim, ...]]:
     """The shape of each input, and the dims in them.
 
     A dim is named as in the file, or after its input and axis (`x_0`) where the file gives no name. Equal bounds
-    make a number of it. Raises UnsupportedError with the flags to add where bounds are missing.
+    make a number of it. Where one dim is left without them, `batch` is its upper bound, unless that is 0. Raises
+    UnsupportedError with the flags to add where bounds are missing.
     """
     named = [_shape(v) for v in inputs]
     single = {s.terms[0][0][0] for shape in named for s in shape if isinstance(s, Expr) and _is_name(s)}
@@ -31,6 +32,9 @@ def read_dims(
         for v, shape in zip(inputs, named, strict=True)
     ]
     names = sorted({n for shape in shapes for s in shape for n in names_in(s)}, key=_order(shapes))
+    missing = [n for n in names if n not in bounds]
+    if batch and len(missing) == 1:
+        bounds = {**bounds, missing[0]: (1, batch)}
     _check(names, bounds, path)
     fixed: dict[str, Size] = {n: bounds[n][0] if bounds[n][0] == bounds[n][1] else symbol(n) for n in names}
     dims = tuple(Dim(n, *bounds[n]) for n in names if not isinstance(fixed[n], int))

@@ -24,15 +24,16 @@ _DEEPEST = 24
 """Graphs in graphs, and calls in functions."""
 
 
-def import_model(path: Path, bounds: Mapping[str, tuple[int, int]]) -> tuple[Graph, WeightTable]:
-    """The graph of an ONNX file and its weights. `bounds` gives the range of each dynamic dim.
+def import_model(path: Path, bounds: Mapping[str, tuple[int, int]], batch: int = 0) -> tuple[Graph, WeightTable]:
+    """The graph of an ONNX file and its weights. `bounds` gives the range of each dynamic dim, but
+    for one whose upper bound is `batch`, if that is not 0.
 
     Raises SourceError for a damaged file and UnsupportedError for what aotc does not compile.
     """
     file = ModelFile(path)
     proto = file.proto.graph
     inputs = inputs_of(proto)
-    shapes, dims = read_dims(inputs, bounds, path)
+    shapes, dims = read_dims(inputs, bounds, path, batch)
     weights = WeightTable()
     emitter = Emitter("main", dims, weights)
     functions = {(f.domain, f.name): f for f in file.proto.functions}
