@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from aotc.codegen.cuda.matmul import Layer
 
 
-
 class _Syntax(CppSyntax):
     """With dims named as in kernels in Triton: apart from whatever a template names."""
 
@@ -95,8 +94,8 @@ def takes(layer: Layer, rows: int) -> bool:
 
 def _has_form(layer: Layer) -> bool:
     """Whether the header has what the epilogue needs."""
-    odd = {v.type.dtype.name for v in layer.body.values()} - {"f32", "f16", "bf16", "i32", "i64", "bool"}
-    calls = {n.op for n in layer.body.nodes} & {"reduce", "arg_reduce", "remainder", "rms_norm"}
+    odd = {v.type.dtype.name for v in layer.body.values()} - {"f32", "f16", "bf16", "bool"}
+    calls = {n.op for n in layer.body.nodes} & {"reduce", "arg_reduce", "rms_norm"}
     dots = sum(n.op == "dot_general" for n in layer.body.nodes)
     return not odd and not calls and dots == 1 and layer.norm is None
 

@@ -12,7 +12,14 @@ from aotc.codegen.cuda.schedule import Linear
 from aotc.codegen.cuda.tables import Family
 from aotc.codegen.cuda.wgmma import Tile, cost, every, rule, staged, tiles_of
 from aotc.errors import CompilerError
-from aotc.ir.dtypes import bf16, f16, f32
+from aotc.ir.builder import Builder
+from aotc.ir.dtypes import bf16, bool_, f16, f32
+from aotc.ir.graph import TensorType
+from aotc.ir.ops import OPS
+from aotc.ir.ops.contraction import DotAttrs
+from aotc.ir.ops.elementwise import ConvertAttrs
+from aotc.ir.ops.shape import ConstantAttrs
+from aotc.ir.sizes import Dim, symbol
 
 
 @pytest.fixture
@@ -110,6 +117,23 @@ def test_every_tile_assembles(forced, n):
     assert (cubin.spill_bytes, cubin.num_warps) == (0, 12)
     (tile,) = (m for m in next(iter(sources)).maps if m.argument == 1)
     assert (tile.rows, tile.columns, tile.box_rows, tile.box_blocks) == (1024, 512, n // 2, 1)
+
+
+def test_every_elementwise_op_has_a_form_in_the_epilogue():
+    b = Builder("epilogue", (Dim("m", 1, 300),))
+    x, w = b.input("x", TensorType(bf16, (symbol("m"), 64))), b.input("w", TensorType(bf16, (64, 64)))
+    made = b.emit("convert", b.emit("dot_general", x, w, attrs=DotAttrs((1,), (1,))), attrs=ConvertAttrs(f32))
+    other, names = b.input("other", TensorType(f32, made.type.shape)), set()
+    for name, row in OPS.items():
+        if row.elementwise and name not in kernels.NOT_FLOAT:
+            made = b.emit(name, *((made, other) if name in kernels.BINARY else (made,)))
+            names.add(name)
+    made = b.emit("select", b.input("mask", TensorType(bool_, made.type.shape)), made, other)
+    made = b.emit("maximum", made, b.emit("constant", attrs=ConstantAttrs(float("-inf"), f32, made.type.shape)))
+    program = kernels.program_of(b.finish({"y": made}))
+    (source,) = render_program(program, "sm90", dim_order([program]), {}).values()
+    assert source.language == "cuda" and len(names) > 30
+    compile_sources([source], "sm90")
 
 
 def test_ptx_where_it_is_asked_for(monkeypatch):

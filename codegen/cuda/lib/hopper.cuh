@@ -14,6 +14,9 @@ typedef long long int64_t;
 #define GRID_CONSTANT const __grid_constant__
 #define DEVICE __device__ __forceinline__
 
+#define INFINITY __int_as_float(0x7F800000)
+#define NAN __int_as_float(0x7FC00000)
+
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
