@@ -81,10 +81,10 @@ class LedEngine:
         self._notify(call)
 
     def _fail_all(self, error: BaseException) -> None:
-        """After a step that failed: whatever was computed in it is lost."""
+        """After a step that failed: whatever was computed in it is lost. Who hears of it may ask again at once: what is in
+        the inbox stays, and what is there of ended calls is passed over."""
         for call in list(self.calls.values()):
             self.end(call, copy.copy(error))  # an exception belongs to the thread that raises it
-        self.inbox.clear()
         self._renew()
 
     def restart(self) -> None:
@@ -110,7 +110,7 @@ class LedEngine:
             call, error, session = self.inbox.popleft()
             if session is not None:
                 self.engine.forget(session)
-            elif call is not None and call.request.request_id in self.calls:
+            elif call is not None and self.calls.get(call.request.request_id) is call:
                 if error is not None:
                     self.engine.cancel(call.request.request_id)
                     self.end(call, error)
