@@ -86,7 +86,7 @@ def _width(norm: Node) -> int:
     last = norm.out.type.shape[-1]
     if not isinstance(last, int):
         return 0
-    return next((w for w in (16, 32, 64) if last // w <= SUMS and last % w == 0), gcd(last, 16))
+    return next((w for w in (16, 32, 64) if last // w <= SUMS and last % w == 0), gcd(last, 64))
 
 
 def _as(b: Builder, x: Value, dtype: DType) -> Value:
