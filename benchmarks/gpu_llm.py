@@ -220,7 +220,9 @@ def decode(name: str, executor: Any, batch: int, limit: float, options: argparse
         sequence.tokens += [1] * 64
     rows = [Row(s, options.context, 1, True) for s in made]
     executor.step(rows)
-    times = graph_times(executor, executor.program("decode", batch), 2000 if batch == 1 else 200)
+    program = executor.program("decode", batch)
+    times = graph_times(executor, program, 2000 if batch == 1 else 200)
+    alone = program.kernel_times() if options.profile else []
     spent = []
     for step in range(50):
         rows = [Row(s, options.context + step, 1, True) for s in made]
@@ -236,10 +238,9 @@ def decode(name: str, executor: Any, batch: int, limit: float, options: argparse
         "p99.9_over_p50": round(float(np.quantile(times, 0.999)) / p50, 3), "step_ms": round(statistics.median(spent), 4),
         "engine_ms": round(engine_step(executor, batch, options.context), 4),
         "limit_ms": round(read / limit * 1e3, 4), "of_limit": round(read / limit * 1e3 / p50, 3),
-        "kernels": executor.program("decode", batch).kernel_count,
+        "kernels": program.kernel_count,
     })  # fmt: skip
-    if options.profile:
-        profile(executor, executor.program("decode", batch))
+    profile(alone)
 
 
 def engine_step(executor: Any, batch: int, context: int) -> float:
@@ -279,25 +280,28 @@ def bytes_read(executor: Any, batch: int, context: int) -> int:
 
 
 def prefill(name: str, executor: Any, options: argparse.Namespace) -> None:
-    """Time of the extend graph for one prompt of 512 tokens."""
+    """Time of the extend graph for one prompt of 512 tokens: with 30 ms between prompts, and one after the other, where a
+    card that may draw no more power lowers its clock."""
     from aotc.runtime.sequence import Row
 
     (sequence,) = sequences(1, 512, executor)
     executor.start(sequence)
     executor.step([Row(sequence, 0, 512, True)])
-    times = graph_times(executor, executor.program("extend", 512), 30)
-    emit(options, {"model": name, "kv": executor.cache.kind.layout, "program": "extend[512]",
-                   "ms": round(statistics.median(times), 3)})
+    program = executor.program("extend", 512)
+    apart, along = (statistics.median(graph_times(executor, program, count, pause)) for count, pause in ((20, 0.03), (80, 0)))
+    emit(options, {"model": name, "kv": executor.cache.kind.layout, "program": "extend[512]", "ms": round(apart, 3),
+                   "without_pause_ms": round(along, 3)})
     if options.profile:
-        profile(executor, executor.program("extend", 512))
+        profile(program.kernel_times())
 
 
-def graph_times(executor: Any, program: Any, count: int) -> list[float]:
-    """Milliseconds of each of `count` launches, between events."""
+def graph_times(executor: Any, program: Any, count: int, pause: float = 0) -> list[float]:
+    """Milliseconds of each of `count` launches, between events; seconds of pause before each."""
     device = executor.device
     events = [device.call("cuEventCreate", 0) for _ in range(2)]
     times = []
     for n in range(count + 5):
+        time.sleep(pause)
         device.call("cuEventRecord", events[0], device.stream)
         program.launch()
         device.call("cuEventRecord", events[1], device.stream)
@@ -307,10 +311,10 @@ def graph_times(executor: Any, program: Any, count: int) -> list[float]:
     return times
 
 
-def profile(executor: Any, program: Any) -> None:
+def profile(alone: list[tuple[str, float]]) -> None:
     """Time of each kernel, alone in its launch, summed over the program."""
     times: dict[str, list[float]] = {}
-    for name, ms in program.kernel_times():
+    for name, ms in alone:
         times.setdefault(name, []).append(ms)
     for name, spent in sorted(times.items(), key=lambda t: -sum(t[1])):
         print(f"  {sum(spent) * 1e3:9.1f} us {len(spent):4d} x {sum(spent) / len(spent) * 1e3:8.2f}  {name}")

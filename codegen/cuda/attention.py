@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from aotc.codegen.cuda import schedule
+from aotc.codegen.cuda import flash_decode, schedule
 from aotc.codegen.cuda.frame import SYNTAX, Frame, Source, only, slot_stride
 from aotc.codegen.cuda.nest import power_of_two
 from aotc.codegen.cuda.syntax import STORAGE
 from aotc.codegen.loops import to_primitives
 from aotc.ir.dtypes import f32
-from aotc.ir.graph import Value
-from aotc.ir.sizes import ceildiv
+from aotc.ir.graph import Graph, Node, Value
+from aotc.ir.sizes import Size, ceildiv
 
 
 @dataclass(frozen=True)
@@ -57,36 +57,89 @@ def kv_append(frame: Frame) -> Source:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class DecodeStep:
+    """Attention of one new token a row, as templates take it: its keys and values go into the cache, and its queries see
+    them and all older ones."""
+
+    frame: Frame
+    body: Graph
+    attention: Node
+    append: Node
+
+    @classmethod
+    def of(cls, frame: Frame) -> DecodeStep:
+        body = to_primitives(frame.body)
+        return cls(frame, body, only(body, "attention"), only(body, "kv_append"))
+
+    @property
+    def query(self) -> Value:
+        return self.attention.inputs[0]
+
+    @property
+    def seq_lens(self) -> Value:
+        return self.attention.inputs[3]
+
+    @property
+    def kv(self) -> Value:
+        return self.append.inputs[0]
+
+    @property
+    def key(self) -> Value:
+        return self.append.inputs[1]
+
+    @property
+    def value(self) -> Value:
+        return self.append.inputs[2]
+
+    @property
+    def rows(self) -> Size:
+        return self.query.type.shape[0]
+
+    @property
+    def out(self) -> str:
+        return self.frame.pointers[self.frame.body.outputs[0]]
+
+    @property
+    def cache(self) -> Cache:
+        return cache_of(self.frame, self.kv, self.attention.inputs[4])
+
+    @property
+    def shape(self) -> schedule.Heads:
+        """What its schedule depends on."""
+        frame, (_, heads, d) = self.frame, self.query.type.shape
+        kv_heads, most = frame.upper(self.kv.type.shape[2]), frame.widest().upper(self.rows)
+        return schedule.Heads(
+            most, kv_heads, frame.upper(heads) // kv_heads, frame.upper(d), self.kv.type.dtype,
+            self.attention.attrs.window or 0, paged=self.attention.inputs[4].type.rank == 2,
+        )  # fmt: skip
+
+
 def attention_decode(frame: Frame) -> Source:
-    """One new token a row: its keys and values go into the cache, and its queries see them and all older ones."""
-    body = to_primitives(frame.body)
-    node, append = only(body, "attention"), only(body, "kv_append")
-    query, seq_lens, index = node.inputs[0], node.inputs[3], node.inputs[4]
-    kv, k, v = append.inputs[:3]
-    rows, heads, d = (frame.upper(s) for s in query.type.shape)
-    kv_heads = frame.upper(kv.type.shape[2])
-    group = heads // kv_heads
-    paged = index.type.rank == 2
-    most = frame.widest().upper(query.type.shape[0])
-    shape = schedule.Heads(most, kv_heads, group, d, kv.type.dtype, node.attrs.window or 0, paged=paged)
+    step = DecodeStep.of(frame)
+    return flash_decode.flash_decode(step) if flash_decode.takes(step) else _attention_decode(step)
+
+
+def _attention_decode(step: DecodeStep) -> Source:
+    frame, shape, rows = step.frame, step.shape, step.rows
     tile = schedule.ATTENTION_DECODE.choose(frame.setting, shape)
-    splits = tile.splits
-    nest = frame.nest(body, wide=False)
+    d, kv_heads, splits, heads = shape.head_dim, shape.kv_heads, tile.splits, shape.kv_heads * shape.group
+    nest = frame.nest(step.body, wide=False)
     nest.vector("m", tile.m, "asked")
     nest.vector("d", tile.k, "live_d" if tile.k > d else "")
     nest.vectors["head"] = nest.axes("m")
     nest.scopes[0].variables |= {"t", "m", "d", "head", "kv_head"}
-    names = {"query": nest.emit(query, ("t", "head", "d"))}
-    names |= {"key": nest.emit(k, ("t", "kv_head", "d")), "value": nest.emit(v, ("t", "kv_head", "d"))}
-    partial = 0 if splits == 1 else query.type.shape[0] * (heads * splits * (d + 2) * 4)
+    names = {"query": nest.emit(step.query, ("t", "head", "d"))}
+    names |= {"key": nest.emit(step.key, ("t", "kv_head", "d")), "value": nest.emit(step.value, ("t", "kv_head", "d"))}
+    partial = 0 if splits == 1 else rows * (heads * splits * (d + 2) * 4)
     return frame.source(
-        "attention_decode", (query.type.shape[0], kv_heads, splits), tile.num_warps, tile.num_stages,
-        scratch_bytes=partial, counter_bytes=0 if splits == 1 else query.type.shape[0] * (kv_heads * 4),
-        cache=cache_of(frame, kv, index), seq_lens=frame.pointers[seq_lens],
-        out=frame.pointers[frame.body.outputs[0]], rows=SYNTAX.size(query.type.shape[0]), max_rows=rows, heads=heads,
-        kv_heads=kv_heads, group=group, d=d, splits=splits, lanes=power_of_two(group), tile=tile, names=names,
-        window=node.attrs.window or 0, scale=SYNTAX.literal(node.attrs.scale * math.log2(math.e), f32),
-        storage=STORAGE[kv.type.dtype.name], lines=nest.scopes[0].lines,
+        "attention_decode", (rows, kv_heads, splits), tile.num_warps, tile.num_stages,
+        scratch_bytes=partial, counter_bytes=0 if splits == 1 else rows * (kv_heads * 4),
+        cache=step.cache, seq_lens=frame.pointers[step.seq_lens],
+        out=step.out, rows=SYNTAX.size(rows), max_rows=frame.upper(rows), heads=heads,
+        kv_heads=kv_heads, group=shape.group, d=d, splits=splits, lanes=power_of_two(shape.group), tile=tile, names=names,
+        window=shape.window, scale=SYNTAX.literal(step.attention.attrs.scale * math.log2(math.e), f32),
+        storage=STORAGE[shape.dtype.name], lines=nest.scopes[0].lines,
     )  # fmt: skip
 
 

@@ -15,11 +15,11 @@ from aotc.codegen.cuda.wgmma import HEAD_END, header
 _RUN = """
 static void** arguments;
 static const TensorMap* maps;
-extern "C" void run_on_host(void** values, const TensorMap* tensor_maps, int blocks) {{
+extern "C" void run_on_host(void** values, const TensorMap* tensor_maps, int x, int y, int z) {{
   arguments = values, maps = tensor_maps;
-  host::threads = THREADS, host::grid = {{blocks, 1, 1}};
+  host::threads = THREADS, host::grid = {{x, y, z}};
   host::body = [] {{ {symbol}({arguments}); }};
-  for (int block = 0; block < blocks; ++block) host::run_block(block);
+  for (int n = 0; n < x * y * z; ++n) host::run_block({{n % x, n / x % y, n / x / y}});
 }}
 """
 
@@ -36,7 +36,7 @@ class _Map(ctypes.Structure):
 def load_cuda(symbol: str, text: str, maps: tuple[TensorMap, ...]) -> Callable[..., None]:
     """The kernel of a source, called as `kernel(grid, addresses)`. Raises CompilerError."""
     body = text.partition(HEAD_END)[2]
-    types = re.findall(r"(\w+)\* (?:p\d+|dims)\b", body.partition("{\n")[0].partition("KERNEL")[2])
+    types = re.findall(r"(\w+)\* (?:p\d+|dims|counters|scratch)\b", body.partition("{\n")[0].partition("KERNEL")[2])
     places = [f"({kind}*)arguments[{n}]" for n, kind in enumerate(types)] + ["nullptr", "nullptr"]
     places += [f"maps[{n}]" for n in range(len(maps))]
     with tempfile.TemporaryDirectory(prefix="aotc-") as folder:
@@ -49,6 +49,6 @@ def load_cuda(symbol: str, text: str, maps: tuple[TensorMap, ...]) -> Callable[.
         made = (_Map * len(maps))(
             *((addresses[m.argument], m.rows, m.columns, m.box_rows, m.box_blocks) for m in maps)
         )
-        function((ctypes.c_void_p * len(addresses))(*addresses), made, grid[0])
+        function((ctypes.c_void_p * len(addresses))(*addresses), made, *grid)
 
     return call

@@ -93,14 +93,14 @@ class CudaProgram:
         begin, end = (device.call("cuEventCreate", 0) for _ in range(2))
         times = []
         for call in self.plan.calls():
-            graph = self._instantiate([call] * repeat)
+            graph = _Graph(self._instantiate([call] * repeat), self._symbol(call))
             for _ in range(2):
                 device.call("cuEventRecord", begin, device.stream)
-                device.call("cuGraphLaunch", graph, device.stream)
+                device.call("cuGraphLaunch", graph.executable, device.stream)
                 device.call("cuEventRecord", end, device.stream)
-                device.synchronize()
-            times.append((self._symbol(call), device.call("cuEventElapsedTime", begin, end) / repeat))
-            device.call("cuGraphExecDestroy", graph)
+                self._wait_for(graph)
+            times.append((graph.kernels, device.call("cuEventElapsedTime", begin, end) / repeat))
+            device.call("cuGraphExecDestroy", graph.executable)
         for event in (begin, end):
             device.call("cuEventDestroy", event)
         return times

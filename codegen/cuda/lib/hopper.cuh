@@ -47,6 +47,11 @@ template <class T> struct alignas(2 * sizeof(T)) Pair { T first, second; };
 struct alignas(64) TensorMap { char opaque[128]; };
 
 DEVICE float fast_exp(float x) { return __expf(x); }
+DEVICE float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 DEVICE float fast_erf(float x) { return erff(x); }
 // As in numpy: a NaN wins.
 template <class A> DEVICE A maximum(A a, A b) { return a > b || a != a ? a : b; }
@@ -62,6 +67,7 @@ DEVICE char* shared_memory() {
   return memory + (-shared_address(memory) & 1023);
 }
 DEVICE void block_barrier() { __syncthreads(); }
+DEVICE void warp_barrier() { __syncwarp(); }
 // Of `COUNT` threads of a block.
 template <int NUMBER, int COUNT> DEVICE void warpgroups_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(NUMBER), "n"(COUNT) : "memory");
@@ -100,6 +106,42 @@ template <class Element, int COLUMNS> DEVICE void multiply(float* d, uint64_t x,
 DEVICE void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void products_end() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int OPEN> DEVICE void products_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(OPEN) : "memory"); }
+
+// Two neighbours as products take them.
+template <class T> DEVICE uint32_t packed(T low, T high) { return low.bits | (uint32_t)high.bits << 16; }
+// Four matrices of 8 x 8 16-bit elements from shared memory, a register of two neighbours each: lane i has the row i / 4.
+// `row` is that of row i % 8 of matrix i / 8.
+DEVICE void load_matrices(uint32_t* to, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
+}
+// The same of columns: lane i has the column i / 4.
+DEVICE void load_matrices_turned(uint32_t* to, const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
+}
+// d [8, 8] += a [8, 16] * b [8, 16]^T in the registers of a warp: lane i has row i / 4 of d and a, row i / 4 of b, of their
+// columns i % 4 * 2 + (0, 1), and those 8 further on.
+template <class T> DEVICE void multiply_8(float* d, const uint32_t* a, const uint32_t* b);
+#define MULTIPLY_8(T)                                                                                                    \
+  template <> DEVICE void multiply_8<T>(float* d, const uint32_t* a, const uint32_t* b) {                               \
+    float unused[2];                                                                                                    \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." #T "." #T ".f32 {%0, %1, %2, %3}, {%4, %6, %5, %6}, {%7, %8}, "       \
+        "{%0, %1, %9, %9};"                                                                                             \
+        : "+f"(d[0]), "+f"(d[1]), "=f"(unused[0]), "=f"(unused[1])                                                       \
+        : "r"(a[0]), "r"(a[1]), "r"(0), "r"(b[0]), "r"(b[1]), "f"(0.0f));                                                \
+  }
+MULTIPLY_8(bf16)
+MULTIPLY_8(f16)
+
+// For blocks that add up what others stored: all that a block stored before is seen by who counts in after it.
+DEVICE void publish() { __threadfence(); }
+DEVICE int count_in(int* counter) {
+  const int before = atomicAdd(counter, 1);
+  __threadfence();
+  return before;
+}
+DEVICE float published(const float* p) { return __ldcg(p); }
 
 template <int REGISTERS> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS> DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }

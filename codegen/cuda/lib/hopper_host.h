@@ -1,5 +1,5 @@
 // The functions of `hopper.cuh` on a CPU: the threads of a block are fibers that take turns, shared memory is
-// poisoned, copies and products are done at once. For tests.
+// poisoned, copies are done when somebody waits for them, products at once. For tests.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -8,11 +8,15 @@
 #include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
+
+#include <utility>
 #include <vector>
 
 #define KERNEL extern "C" void
 #define GRID_CONSTANT const
 #define DEVICE static inline
+
+struct TensorMap;
 
 namespace host {
 struct Index { int x, y, z; };
@@ -24,18 +28,23 @@ struct Fiber {
 struct Barrier { int16_t pending, arrivals; int32_t bytes : 31; uint32_t phase : 1; };
 static_assert(sizeof(Barrier) == 8, "a barrier is a word of 64 bits");
 constexpr int SHARED_BYTES = 227 << 10;
+struct Copy { char* to; const TensorMap* map; int k, row; Barrier* barrier; };
+inline std::vector<Copy> under_way;
 
 inline ucontext_t scheduler;
 inline std::vector<Fiber> fibers;
 inline char* shared;
 inline Index thread, block, grid;
-inline std::vector<float> exchanged;  // by the threads
+struct Words { uint64_t at[4]; };
+inline std::vector<Words> exchanged;  // by the threads
 inline int threads, idle_turns;
-inline struct { int met, count; } meetings[2];
+struct Meeting { int met, count; };
+inline std::vector<Meeting> meetings;  // of all threads, of numbered warpgroups, of warps
+constexpr int NUMBERED = 16;
 inline void (*body)();
 
 inline void fail(const char* why) {
-  fprintf(stderr, "%s in block %d, thread %d\n", why, block.x, thread.x);
+  fprintf(stderr, "%s in block (%d, %d, %d), thread %d\n", why, block.x, block.y, block.z, thread.x);
   abort();
 }
 inline void yield() { swapcontext(&fibers[thread.x].context, &scheduler); }
@@ -50,17 +59,26 @@ inline void meet(int place, int count) {
   while (meetings[place].count == generation) yield();
   idle_turns = 0;
 }
+inline void meet_warp() { meet(NUMBERED + thread.x / 32, 32); }
+// What `other` says, where all lanes of a warp say something.
+template <class F> inline void exchange(Words own, F look) {
+  exchanged[thread.x] = own;
+  meet_warp();
+  look(&exchanged[thread.x / 32 * 32]);
+  meet_warp();
+}
 inline void settle(Barrier* b) {
   if (b->pending || b->bytes) return;
   b->phase ^= 1;
   b->pending = b->arrivals;
 }
-inline void run_block(int number) {
-  block = {number, 0, 0};
+inline void run_block(Index number) {
+  block = number;
   shared = (char*)aligned_alloc(1024, SHARED_BYTES + 1024);
   memset(shared, 0xA5, SHARED_BYTES);
   idle_turns = 0;
-  exchanged.assign(threads, 0);
+  exchanged.assign(threads, Words{});
+  meetings.assign(NUMBERED + threads / 32, Meeting{});
   fibers.clear();
   fibers.resize(threads);
   for (Fiber& f : fibers) {
@@ -81,6 +99,7 @@ inline void run_block(int number) {
       active |= !fibers[i].ended;
     }
   }
+  if (!under_way.empty()) fail("a copy that nobody waited for");
   free(shared);
 }
 }  // namespace host
@@ -119,6 +138,7 @@ template <> inline f16 from_f32<f16>(float x) {
 template <class A> struct alignas(2 * sizeof(A)) Pair { A first, second; };
 
 DEVICE float fast_exp(float x) { return expf(x); }
+DEVICE float fast_exp2(float x) { return exp2f(x); }
 DEVICE float fast_erf(float x) { return erff(x); }
 template <class A> DEVICE A maximum(A a, A b) { return a > b || a != a ? a : b; }
 template <class A> DEVICE A minimum(A a, A b) { return a < b || a != a ? a : b; }
@@ -127,18 +147,18 @@ template <class A> DEVICE A absolute(A x) { return x < 0 ? -x : x; }
 // What the tensor map of a matrix of 16-bit elements says: boxes are blocks of 64 columns, one behind the other.
 struct alignas(64) TensorMap { const char* base; int64_t rows, columns, box_rows, box_blocks; char rest[88]; };
 
-// All lanes of a warp call it: each in its turn, twice around.
+// All lanes of a warp call it.
 DEVICE float from_lane(float x, int lane) {
-  host::exchanged[host::thread.x] = x;
-  host::yield();
-  const float y = host::exchanged[host::thread.x / 32 * 32 + lane];
-  host::yield();
-  return y;
+  host::Words own{};
+  memcpy(own.at, &x, 4);
+  host::exchange(own, [&](const host::Words* all) { memcpy(&x, all[lane].at, 4); });
+  return x;
 }
 DEVICE float rsqrtf(float x) { return 1 / sqrtf(x); }
 
 DEVICE char* shared_memory() { return host::shared; }
 DEVICE void block_barrier() { host::meet(0, host::threads); }
+DEVICE void warp_barrier() { host::meet_warp(); }
 template <int NUMBER, int COUNT> DEVICE void warpgroups_barrier() { host::meet(NUMBER, COUNT); }
 DEVICE void barrier_init(uint64_t* b, int arrivals) {
   *(host::Barrier*)b = host::Barrier{(int16_t)arrivals, (int16_t)arrivals, 0, 0};
@@ -150,10 +170,6 @@ DEVICE void barrier_expect(uint64_t* b, int bytes) {
   at->bytes += bytes;
   host::settle(at);
 }
-DEVICE void barrier_wait(uint64_t* b, int parity) {
-  while (((host::Barrier*)b)->phase == (uint32_t)parity) host::yield();
-  host::idle_turns = 0;
-}
 DEVICE void barrier_arrive(uint64_t* b) {
   host::Barrier* const at = (host::Barrier*)b;
   if (--at->pending < 0) host::fail("more arrivals than a barrier has");
@@ -163,25 +179,41 @@ DEVICE void barrier_arrive(uint64_t* b) {
 // 128-byte rows in groups of 8: bits 4 to 6 of an address are xored with bits 7 to 9.
 DEVICE char* swizzled(char* p) { return (char*)((uintptr_t)p ^ ((uintptr_t)p >> 7 & 7) << 4); }
 DEVICE void copy_tile(void* to, const TensorMap* map, int k, int row, uint64_t* b) {
-  char* const target = (char*)to;
-  if ((uintptr_t)target % 1024) host::fail("a tile that is not aligned");
+  if ((uintptr_t)to % 1024) host::fail("a tile that is not aligned");
+  host::under_way.push_back({(char*)to, map, k, row, (host::Barrier*)b});
+}
+namespace host {
+// A copy ends as late as it can: when somebody waits for it.
+inline void finish(const Copy& copy) {
+  const TensorMap* const map = copy.map;
   for (int64_t r = 0; r < map->box_rows * map->box_blocks; ++r)
     for (int c = 0; c < 64; ++c) {
-      const int64_t from = row + r % map->box_rows, column = (k + r / map->box_rows) * 64 + c;
+      const int64_t from = copy.row + r % map->box_rows, column = (copy.k + r / map->box_rows) * 64 + c;
       uint16_t value = 0;
       if (from < map->rows && column < map->columns) memcpy(&value, map->base + 2 * (from * map->columns + column), 2);
-      memcpy(swizzled(target + 128 * r + 2 * c), &value, 2);
+      memcpy(swizzled(copy.to + 128 * r + 2 * c), &value, 2);
     }
-  host::Barrier* const at = (host::Barrier*)b;
-  at->bytes -= (int)(map->box_rows * map->box_blocks * 128);
-  host::settle(at);
+  copy.barrier->bytes -= (int)(map->box_rows * map->box_blocks * 128);
+  settle(copy.barrier);
+}
+}  // namespace host
+DEVICE void barrier_wait(uint64_t* b, int parity) {
+  while (((host::Barrier*)b)->phase == (uint32_t)parity) {
+    std::vector<host::Copy> others;
+    for (const host::Copy& copy : std::exchange(host::under_way, {}))
+      if (copy.barrier == (host::Barrier*)b) host::finish(copy);
+      else others.push_back(copy);
+    host::under_way.insert(host::under_way.end(), others.begin(), others.end());
+    host::yield();
+  }
+  host::idle_turns = 0;
 }
 DEVICE void prefetch_map(const TensorMap*) {}
 
 DEVICE uint64_t matrix(const void* p) { return (uint64_t)(uintptr_t)p >> 4; }
 DEVICE void products_begin() {}
 DEVICE void products_end() {}
-template <int OPEN> DEVICE void products_wait() {}
+template <int OPEN> DEVICE void products_wait() { host::meet_warp(); }  // the lanes of a warp go together
 template <int REGISTERS> DEVICE void take_registers() {}
 template <int REGISTERS> DEVICE void leave_registers() {}
 template <class Element, int COLUMNS> DEVICE void multiply(float* d, uint64_t x, uint64_t w, int add) {
@@ -198,5 +230,37 @@ template <class Element, int COLUMNS> DEVICE void multiply(float* d, uint64_t x,
     d[i] = sum;
   }
 }
+
+template <class T> DEVICE uint32_t packed(T low, T high) { return low.bits | (uint32_t)high.bits << 16; }
+DEVICE void load_matrices(uint32_t* to, const void* row) {
+  host::exchange({(uint64_t)row}, [&](const host::Words* all) {
+    const int lane = host::thread.x % 32;
+    for (int m = 0; m < 4; ++m) memcpy(to + m, (char*)all[8 * m + lane / 4].at[0] + lane % 4 * 4, 4);
+  });
+}
+DEVICE void load_matrices_turned(uint32_t* to, const void* row) {
+  host::exchange({(uint64_t)row}, [&](const host::Words* all) {
+    const int lane = host::thread.x % 32;
+    for (int m = 0; m < 4; ++m)
+      for (int i = 0; i < 2; ++i)
+        memcpy((char*)(to + m) + 2 * i, (char*)all[8 * m + lane % 4 * 2 + i].at[0] + lane / 4 * 2, 2);
+  });
+}
+template <class T> DEVICE void multiply_8(float* d, const uint32_t* a, const uint32_t* b) {
+  host::exchange({a[0] | (uint64_t)a[1] << 32, b[0] | (uint64_t)b[1] << 32}, [&](const host::Words* all) {
+    const auto element = [&](int row, int k, int which) {
+      T e;
+      memcpy(&e, (char*)&all[4 * row + k % 8 / 2].at[which] + k / 8 * 4 + k % 2 * 2, 2);
+      return to_f32(e);
+    };
+    const int lane = host::thread.x % 32;
+    for (int i = 0; i < 2; ++i)
+      for (int k = 0; k < 16; ++k) d[i] += element(lane / 4, k, 0) * element(lane % 4 * 2 + i, k, 1);
+  });
+}
+DEVICE void publish() {}
+DEVICE int count_in(int* counter) { return (*counter)++; }
+DEVICE float published(const float* p) { return *p; }
+
 DEVICE void launch_dependents() {}
 DEVICE void wait_for_kernel_before() {}

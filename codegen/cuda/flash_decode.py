@@ -1,0 +1,120 @@
+"""Renders attention of one new token a row as CUDA C++ for Hopper: keys and values come by tensor maps, on their way before
+the queries are there."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from aotc.codegen.cpp import STORAGE
+from aotc.codegen.cuda.frame import Source, TensorMap, environment
+from aotc.codegen.cuda.limits import LIMITS
+from aotc.codegen.cuda.schedule import PROGRAMS, Heads
+from aotc.codegen.cuda.syntax import POINTER, dim
+from aotc.codegen.cuda.tables import Family
+from aotc.codegen.cuda.wgmma import HEAD_END, SYNTAX, header
+from aotc.codegen.loops import LoopNest
+from aotc.ir.dtypes import f32
+
+if TYPE_CHECKING:
+    from aotc.codegen.cuda.attention import DecodeStep
+
+KEYS = 16  # of a unit: those of a page at least
+MOST_GROUP = 8  # heads that share a key: rows of a product that are not wasted
+HEAD_DIMS = (64, 128)  # with more, a thread's share of the sums does not fit its registers
+SHARED_BYTES = 112 << 10  # of a block, so that two of them fit a multiprocessor
+ANY_ROWS = (1 << 31) - 1  # of a cache, whose blocks are counted when it is made
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Warps of a block, units of keys and values on their way to each, blocks that share the keys of a row. Raises
+    ValueError for what the template does not take."""
+
+    warps: int
+    units: int
+    splits: int
+
+    def __post_init__(self) -> None:
+        for name, most in (("warps", 16), ("units", 64), ("splits", 64)):
+            if not 1 <= getattr(self, name) <= most:
+                raise ValueError(f"{name} = {getattr(self, name)} is not supported")
+
+    def shared_bytes(self, of: Heads) -> int:
+        """Aligned rings, sums and their statistics, queries, barriers, a flag."""
+        ring = self.units * (2 * KEYS * of.head_dim * 2 + 8)
+        return 1024 + self.warps * (ring + of.group * (of.head_dim + 2) * 4) + of.group * of.head_dim * 2 + 16
+
+
+def takes(step: DecodeStep) -> bool:
+    """Whether this template computes a step: more than one row of 16-bit floats, whole units of keys, queries and keys
+    without sums over a head."""
+    of, cache = step.shape, step.cache
+    if step.frame.setting.arch != "sm90" or of.tokens == 1 or of.dtype.itemsize != 2:
+        return False
+    if of.group > MOST_GROUP or of.head_dim not in HEAD_DIMS or cache.tokens % KEYS or cache.stride % of.head_dim:
+        return False
+    others = [n for n in step.body.nodes if n not in (step.attention, step.append)]
+    floats = {v.type.dtype.name for n in others for v in n.outputs} <= {"f32", "f16", "bf16", "bool"}
+    return floats and not {n.op for n in others} & {"reduce", "arg_reduce", "dot_general"}
+
+
+def rule(arch: str, of: Heads) -> Tile:
+    """Two blocks of four warps a multiprocessor, so many splits that there are no more blocks than fit at once."""
+    tile = Tile(4, 1, max(min(2 * PROGRAMS // (of.tokens * of.kv_heads), 16), 1))
+    one, two = (replace(tile, units=n).shared_bytes(of) for n in (1, 2))
+    return replace(tile, units=max((SHARED_BYTES - one) // (two - one) + 1, 1))
+
+
+def candidates(arch: str, of: Heads) -> Iterator[Tile]:
+    """Half and twice the splits, two to eight warps, rings of all, half and a third of the shared memory."""
+    best = rule(arch, of)
+    splits = dict.fromkeys([best.splits, max(best.splits // 2, 1), min(2 * best.splits, 16)])
+    for shares, warps, part in product(splits, (2, 4, 8), (1, 2, 3)):
+        yield Tile(warps, max(4 * best.units // (warps * part), 1), shares)
+
+
+def _wrong(of: Heads, tile: Tile) -> str:
+    most = LIMITS["sm90"].shared_bytes
+    return f"it takes {tile.shared_bytes(of)} bytes of shared memory of {most}" if tile.shared_bytes(of) > most else ""
+
+
+FLASH_DECODE = Family("flash_decode", Tile, rule, candidates, _wrong)
+
+
+def flash_decode(step: DecodeStep) -> Source:
+    """The source of a step."""
+    frame, of, cache = step.frame, step.shape, step.cache
+    tile = FLASH_DECODE.choose(frame.setting, of)
+    element, rows = of.dtype.name, step.rows
+    nest = LoopNest(step.body, SYNTAX, frame.pointers)
+    with nest.scope("t", "head", "c") as asked:
+        query = SYNTAX.stored(of.dtype, nest.emit(step.query, ("t", "head", "c")))
+    with nest.scope("t", "kv_head", "c") as made:
+        key, value = (SYNTAX.stored(of.dtype, nest.emit(v, ("t", "kv_head", "c"))) for v in (step.key, step.value))
+    lines = nest.scopes[0].lines, asked.lines, made.lines
+    words = set(re.findall(r"\w+", " ".join((SYNTAX.size(rows), *sum(lines, [])))))
+    extra = ["int* counters", "float* scratch"] if tile.splits > 1 else []
+    arguments = [f"{STORAGE[v.type.dtype.name]}* p{i}" for i, v in enumerate(frame.arguments)]
+    text = environment().get_template("flash_decode.cu.j2").render(
+        name="__kernel__", head=f"{header()}{HEAD_END}", summary=frame.summary(), element=element, tile=tile, cache=cache,
+        d=of.head_dim, group=of.group, heads=of.group * of.kv_heads, kv_heads=of.kv_heads, rows=SYNTAX.size(rows),
+        max_rows=frame.upper(rows), seq_lens=frame.pointers[step.seq_lens], window=of.window, out=step.out,
+        scale=SYNTAX.constant(step.attention.attrs.scale * math.log2(math.e), f32),
+        lines=lines, query=query, key=key, value=value, arguments=", ".join([*arguments, "int* dims", *extra, "void*, void*"]),
+        dims=[(dim(n), at) for at, n in enumerate(frame.setting.dims) if dim(n) in words],
+    )  # fmt: skip
+    types = (*(POINTER[v.type.dtype.name] for v in frame.arguments), "*i32", *(("*i32", "*fp32") if extra else ()))
+    symbol = f"{frame.kernel.family}_{hashlib.sha256(f'{text}{types}'.encode()).hexdigest()[:12]}"
+    box = TensorMap(frame.arguments.index(step.kv), element, ANY_ROWS, of.head_dim, KEYS, of.head_dim // 64)
+    heads = of.group * of.kv_heads
+    return Source(
+        symbol, text.replace("__kernel__", symbol), types, (rows, of.kv_heads, tile.splits), tile.warps, 1,
+        rows * (heads * tile.splits * (of.head_dim + 2) * 4) if extra else 0, rows * (of.kv_heads * 4) if extra else 0,
+        language="cuda", shared_bytes=tile.shared_bytes(of), maps=(box,),
+    )  # fmt: skip
