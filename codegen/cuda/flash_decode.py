@@ -45,6 +45,11 @@ class Tile:
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} = {getattr(self, name)} is not supported")
 
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor has registers for."""
+        return 2 if self.warps <= 8 else 1
+
     def shared_bytes(self, of: Heads) -> int:
         """Aligned rings, sums and their statistics, queries, barriers, a flag."""
         ring = self.units * (2 * KEYS * of.head_dim * 2 + 8)

@@ -56,8 +56,10 @@ class Tile:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} = {getattr(self, name)} is not supported")
-        if self.num_stages <= self.turns:  # each group holds a stage until its next one is there
-            raise ValueError(f"num_stages = {self.num_stages} must be more than {self.turns}")
+        # Each group holds a stage until its next one is there. All steps of a stage are those of one group: a barrier tells
+        # this phase from the one before, and a group that goes on to the next phase has seen that one end.
+        if self.num_stages <= self.turns or self.num_stages % self.turns:
+            raise ValueError(f"num_stages = {self.num_stages} must be a multiple of {self.turns}, and more")
 
     @property
     def turns(self) -> int:
@@ -65,9 +67,18 @@ class Tile:
         return self.groups * 64 // self.m
 
     @property
+    def helpers(self) -> int:
+        """Warps that copy and scale: a warpgroup where it gives registers away, else as few as there can be."""
+        return 4 if self.m == 128 else 2
+
+    @property
     def warps(self) -> int:
-        """Four that copy, four of each group."""
-        return 4 + 4 * self.groups
+        return 4 * self.groups + self.helpers
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor has registers for: with few rows the next kernel's begin beside this one's."""
+        return 1 if self.m == 128 else 2
 
     def x_rows(self, rows: int) -> int:
         """Rows of x that are copied, of up to `rows`: groups of 8, which are swizzled together."""
@@ -117,11 +128,12 @@ def cost(of: Linear, tile: Tile) -> float:
 def staged(arch: str, rows: int, n: int, parts: int = 1) -> Tile:
     """The tile for up to `rows` rows with as many stages as fit the shared memory."""
     m, k = 64 if rows <= 64 else 128, DEPTH
-    tile = Tile(m, n, k, 5, 2 if m == 128 else 4 if n <= 32 else 2 if n <= 64 else 1)
+    tile = Tile(m, n, k, 8, 2 if m == 128 else 4 if n <= 32 else 2 if n <= 64 else 1)
     while parts == 1 and k < 256 and (tile.x_rows(rows) + n) * k * 2 < FULL_STAGE:
         k *= 2
-    one, two = (replace(tile, k=k, num_stages=stages).shared_bytes(rows) for stages in (5, 6))
-    return replace(tile, k=k, num_stages=min((LIMITS[arch].shared_bytes - one) // (two - one) + 5, 64))
+    one, two = (replace(tile, k=k, num_stages=stages).shared_bytes(rows) for stages in (8, 16))
+    stages = min(8 + (LIMITS[arch].shared_bytes - one) * 8 // (two - one), 64)
+    return replace(tile, k=k, num_stages=stages // tile.turns * tile.turns)
 
 
 def every(arch: str, of: Linear) -> list[Tile]:

@@ -11,7 +11,7 @@ from aotc.codegen.cuda.nvrtc import compile_cuda
 from aotc.codegen.cuda.schedule import Linear
 from aotc.codegen.cuda.tables import Family
 from aotc.codegen.cuda.wgmma import Tile, cost, every, rule, staged, tiles_of
-from aotc.errors import CompilerError
+from aotc.errors import CompilerError, DeviceError
 from aotc.ir.builder import Builder
 from aotc.ir.dtypes import bf16, bool_, f16, f32
 from aotc.ir.graph import TensorType
@@ -54,9 +54,9 @@ def test_many_tiles(forced, monkeypatch, bound, rows, n, k, epilogue, columns, s
     [
         (2, 2, 160, 192, "bias_residual", 48, 128, 2, 1),  # products read over the end of the last stage; half a step left
         (64, 50, 96, 64, "", 16, 256, 4, 1),
-        (33, 9, 224, 512, "swiglu", 112, 64, 3, 2),
-        (20, 20, 96, 512, "", 32, 64, 5, 4),
-        (20, 20, 96, 128, "bias_residual", 32, 64, 5, 3),  # fewer steps than groups
+        (33, 9, 224, 512, "swiglu", 112, 64, 4, 2),
+        (20, 20, 96, 512, "", 32, 64, 8, 4),
+        (20, 20, 96, 128, "bias_residual", 32, 64, 6, 3),  # fewer steps than groups
     ],
 )
 def test_few_rows(forced, monkeypatch, bound, rows, n, k, epilogue, columns, depth, stages, groups):
@@ -65,10 +65,21 @@ def test_few_rows(forced, monkeypatch, bound, rows, n, k, epilogue, columns, dep
     assert check(linear_graph(bf16, bound, n, k, epilogue), arch="sm90") == ["matmul"]
 
 
+@pytest.mark.parametrize(("stages", "groups"), [(3, 2), (5, 4)])
+def test_a_stage_that_groups_share_is_seen(forced, monkeypatch, stages, groups):
+    """A group would take a phase that has not ended for the one that it waits for."""
+    tile = Tile(64, 112 if groups == 2 else 32, 64, 2 * groups, groups)
+    object.__setattr__(tile, "num_stages", stages)
+    forced(tile, blocks=4)
+    monkeypatch.setitem(kernels.SIZES, "m", 9)
+    with pytest.raises((AssertionError, DeviceError)):
+        check(linear_graph(bf16, 33, 224, 1024, ""), arch="sm90")
+
+
 @pytest.mark.parametrize(("bound", "rows", "h", "groups"), [(8, 5, 128, 1), (64, 50, 64, 4), (64, 64, 4160, 2)])
 def test_norms_between_layers(forced, monkeypatch, bound, rows, h, groups):
     """The first layer adds up squares, the second one scales its sums."""
-    forced(Tile(64, 128 // groups, 64, 5, groups))
+    forced(Tile(64, 128 // groups, 64, 8, groups))
     monkeypatch.setitem(kernels.SIZES, "m", rows)
     assert check(kernels.layers_with_norm(bf16, bound, h, 64), arch="sm90") == ["matmul"] * 2
 
@@ -178,7 +189,8 @@ def test_the_rule_fills_the_card(rows):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"n": 24}, {"n": 272}, {"n": 0}, {"m": 32}, {"k": 96}, {"groups": 3}, {"m": 64, "groups": 5}, {"num_stages": 1}],
+    [{"n": 24}, {"n": 272}, {"n": 0}, {"m": 32}, {"k": 96}, {"groups": 3}, {"m": 64, "groups": 5}, {"num_stages": 1},
+     {"m": 64, "num_stages": 5}],
 )
 def test_tiles_that_the_template_does_not_take(fields):
     with pytest.raises(ValueError):

@@ -10,7 +10,7 @@ typedef int int32_t;
 typedef unsigned long long uint64_t;
 typedef long long int64_t;
 
-#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 #define GRID_CONSTANT const __grid_constant__
 #define DEVICE __device__ __forceinline__
 

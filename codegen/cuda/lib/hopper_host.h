@@ -28,8 +28,10 @@ struct Fiber {
 struct Barrier { int16_t pending, arrivals; int32_t bytes : 31; uint32_t phase : 1; };
 static_assert(sizeof(Barrier) == 8, "a barrier is a word of 64 bits");
 constexpr int SHARED_BYTES = 227 << 10;
-struct Copy { char* to; const TensorMap* map; int k, row; Barrier* barrier; };
+struct Copy { char* to; const TensorMap* map; int k, row; Barrier* barrier; int end; };
 inline std::vector<Copy> under_way;
+inline int round_;  // how often all threads had a turn
+inline uint32_t random = 1;
 
 inline ucontext_t scheduler;
 inline std::vector<Fiber> fibers;
@@ -91,6 +93,7 @@ inline void run_block(Index number) {
   }
   for (bool active = true; active;) {
     active = false;
+    ++round_;
     if (++idle_turns > 100000) fail("nothing moves any more");
     for (int i = 0; i < threads; ++i) {
       if (fibers[i].ended) continue;
@@ -180,10 +183,12 @@ DEVICE void barrier_arrive(uint64_t* b) {
 DEVICE char* swizzled(char* p) { return (char*)((uintptr_t)p ^ ((uintptr_t)p >> 7 & 7) << 4); }
 DEVICE void copy_tile(void* to, const TensorMap* map, int k, int row, uint64_t* b) {
   if ((uintptr_t)to % 1024) host::fail("a tile that is not aligned");
-  host::under_way.push_back({(char*)to, map, k, row, (host::Barrier*)b});
+  host::random = host::random * 1664525 + 1013904223;
+  const int later = host::random >> 30 ? host::random >> 24 & 3 : host::random >> 24 & 63;  // one of four takes long
+  host::under_way.push_back({(char*)to, map, k, row, (host::Barrier*)b, host::round_ + later});
 }
 namespace host {
-// A copy ends as late as it can: when somebody waits for it.
+// A copy ends as late as it can, when somebody waits for it, and some wait long for theirs.
 inline void finish(const Copy& copy) {
   const TensorMap* const map = copy.map;
   for (int64_t r = 0; r < map->box_rows * map->box_blocks; ++r)
@@ -201,7 +206,7 @@ DEVICE void barrier_wait(uint64_t* b, int parity) {
   while (((host::Barrier*)b)->phase == (uint32_t)parity) {
     std::vector<host::Copy> others;
     for (const host::Copy& copy : std::exchange(host::under_way, {}))
-      if (copy.barrier == (host::Barrier*)b) host::finish(copy);
+      if (copy.barrier == (host::Barrier*)b && copy.end <= host::round_) host::finish(copy);
       else others.push_back(copy);
     host::under_way.insert(host::under_way.end(), others.begin(), others.end());
     host::yield();
