@@ -7,7 +7,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 KEYS = 16  # of a unit: those of a page at least
 MOST_GROUP = 8  # heads that share a key: rows of a product that are not wasted
 HEAD_DIMS = (64, 128)  # with more, a thread's share of the sums does not fit its registers
-SHARED_BYTES = 112 << 10  # of a block, so that two of them fit a multiprocessor
+SHARED_BYTES = 228 << 10  # of a multiprocessor, of which each block takes 1 KB besides its own
 ANY_ROWS = (1 << 31) - 1  # of a cache, whose blocks are counted when it is made
 
 
@@ -44,11 +44,6 @@ class Tile:
         for name, most in (("warps", 16), ("units", 64), ("splits", 64)):
             if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} = {getattr(self, name)} is not supported")
-
-    @property
-    def resident(self) -> int:
-        """Blocks that a multiprocessor has registers for."""
-        return 2 if self.warps <= 8 else 1
 
     def shared_bytes(self, of: Heads) -> int:
         """Aligned rings, sums and their statistics, queries, barriers, a flag."""
@@ -70,18 +65,26 @@ def takes(step: DecodeStep) -> bool:
 
 
 def rule(arch: str, of: Heads) -> Tile:
-    """Two blocks of four warps a multiprocessor, so many splits that there are no more blocks than fit at once."""
-    tile = Tile(4, 1, max(min(2 * PROGRAMS // (of.tokens * of.kv_heads), 16), 1))
-    one, two = (replace(tile, units=n).shared_bytes(of) for n in (1, 2))
-    return replace(tile, units=max((SHARED_BYTES - one) // (two - one) + 1, 1))
+    """One block a multiprocessor where those that do not split keys are no more, else two; so many splits that there are no
+    more blocks than fit at once. Eight warps where each has at least three units on their way, else four."""
+    heads = of.tokens * of.kv_heads
+    blocks = 1 if heads <= PROGRAMS else 2
+    splits = max(min(blocks * PROGRAMS // heads, 16), 1)
+    tiles = [_filled(of, warps, splits, SHARED_BYTES // blocks - 1024) for warps in (8, 4)]
+    return tiles[0] if tiles[0].units >= 3 else tiles[1]
+
+
+def _filled(of: Heads, warps: int, splits: int, shared_bytes: int) -> Tile:
+    """With as many units as fit."""
+    one, two = (Tile(warps, units, splits).shared_bytes(of) for units in (1, 2))
+    return Tile(warps, max((shared_bytes - one) // (two - one) + 1, 1), splits)
 
 
 def candidates(arch: str, of: Heads) -> Iterator[Tile]:
-    """Half and twice the splits, two to eight warps, rings of all, half and a third of the shared memory."""
-    best = rule(arch, of)
-    splits = dict.fromkeys([best.splits, max(best.splits // 2, 1), min(2 * best.splits, 16)])
-    for shares, warps, part in product(splits, (2, 4, 8), (1, 2, 3)):
-        yield Tile(warps, max(4 * best.units // (warps * part), 1), shares)
+    """Half and twice the splits, four and eight warps, the shared memory for one block a multiprocessor, two and three."""
+    splits = rule(arch, of).splits
+    for shares, warps, blocks in product((splits, max(splits // 2, 1), min(2 * splits, 16)), (4, 8), (1, 2, 3)):
+        yield _filled(of, warps, shares, SHARED_BYTES // blocks - 1024)
 
 
 def _wrong(of: Heads, tile: Tile) -> str:
@@ -96,6 +99,7 @@ def flash_decode(step: DecodeStep) -> Source:
     """The source of a step."""
     frame, of, cache = step.frame, step.shape, step.cache
     tile = FLASH_DECODE.choose(frame.setting, of)
+    resident = min(SHARED_BYTES // (tile.shared_bytes(of) + 1024), 2)
     element, rows = of.dtype.name, step.rows
     nest = LoopNest(step.body, SYNTAX, frame.pointers)
     with nest.scope("t", "head", "c") as asked:
@@ -108,9 +112,9 @@ def flash_decode(step: DecodeStep) -> Source:
     arguments = [f"{STORAGE[v.type.dtype.name]}* p{i}" for i, v in enumerate(frame.arguments)]
     text = environment().get_template("flash_decode.cu.j2").render(
         name="__kernel__", head=f"{header()}{HEAD_END}", summary=frame.summary(), element=element, tile=tile, cache=cache,
-        d=of.head_dim, group=of.group, heads=of.group * of.kv_heads, kv_heads=of.kv_heads, rows=SYNTAX.size(rows),
-        max_rows=frame.upper(rows), seq_lens=frame.pointers[step.seq_lens], window=of.window, out=step.out,
-        scale=SYNTAX.constant(step.attention.attrs.scale * math.log2(math.e), f32),
+        resident=resident, d=of.head_dim, group=of.group, heads=of.group * of.kv_heads, kv_heads=of.kv_heads,
+        rows=SYNTAX.size(rows), max_rows=frame.upper(rows), seq_lens=frame.pointers[step.seq_lens], window=of.window,
+        out=step.out, scale=SYNTAX.constant(step.attention.attrs.scale * math.log2(math.e), f32),
         lines=lines, query=query, key=key, value=value, arguments=", ".join([*arguments, "int* dims", *extra, "void*, void*"]),
         dims=[(dim(n), at) for at, n in enumerate(frame.setting.dims) if dim(n) in words],
     )  # fmt: skip

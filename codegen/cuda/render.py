@@ -122,7 +122,7 @@ def _sample(frame: Frame) -> Source:
     at = {name: entry[1] // entry[0].base.itemsize for name, entry in (ROW.fields or {}).items()}
     at["counter_low"] = 2 * at["counter_base"]  # in words of 32 bits
     chunk = min(schedule.SAMPLE_CHUNK, power_of_two(vocab))
-    part_size = -(-vocab // (schedule.SAMPLE_PARTS * chunk)) * chunk
+    part_size = -(-vocab // (schedule.sample_parts(frame.upper(rows)) * chunk)) * chunk
     parts = -(-vocab // part_size)
     return frame.source(
         "sample", (rows, parts, 1), schedule.SAMPLE_WARPS, scratch_bytes=rows * (8 * vocab + 16 * parts),

@@ -18,7 +18,6 @@ SKINNY_ROWS = 64  # up to here a block of the weight meets all rows at once
 PROGRAMS = 132  # that fill a card: multiprocessors of an H100
 POINTWISE_BLOCK = 1024
 SAMPLE_CHUNK, SAMPLE_WARPS = 4096, 16  # logits that a program looks at at once
-SAMPLE_PARTS = 32  # programs that look for the best logit of a row
 
 
 @dataclass(frozen=True)
@@ -241,6 +240,11 @@ def _fewer_tokens(of: Heads) -> Iterator[Heads]:
     while of.tokens >= 2 * 128:
         of = replace(of, tokens=of.tokens // 2)
         yield of
+
+
+def sample_parts(rows: int) -> int:
+    """Programs that look for the best logit of a row: two a multiprocessor in all."""
+    return max(min(power_of_two(2 * PROGRAMS // rows + 1) // 2, 32), 1)
 
 
 def row_warps(width: int) -> int:

@@ -32,7 +32,7 @@ class _Syntax(CppSyntax):
 
 SYNTAX = _Syntax()
 DEPTH = 64  # elements of a row of a box: 128 bytes, which are swizzled
-WIDE = 48  # columns of a tile that beats `skinny`
+WIDE, SHALLOW = 48, 4096  # columns of a tile that beats `skinny`, and the depth up to which fewer do
 FULL_STAGE = 12 << 10  # bytes that are worth a barrier
 
 
@@ -67,18 +67,9 @@ class Tile:
         return self.groups * 64 // self.m
 
     @property
-    def helpers(self) -> int:
-        """Warps that copy and scale: a warpgroup where it gives registers away, else as few as there can be."""
-        return 4 if self.m == 128 else 2
-
-    @property
     def warps(self) -> int:
-        return 4 * self.groups + self.helpers
-
-    @property
-    def resident(self) -> int:
-        """Blocks that a multiprocessor has registers for: with few rows the next kernel's begin beside this one's."""
-        return 1 if self.m == 128 else 2
+        """Four of each group, four that copy and scale."""
+        return 4 * self.groups + 4
 
     def x_rows(self, rows: int) -> int:
         """Rows of x that are copied, of up to `rows`: groups of 8, which are swizzled together."""
@@ -94,13 +85,13 @@ class Tile:
 
 def takes(layer: Layer, rows: int) -> bool:
     """Whether this template computes a layer for up to `rows` rows: 16-bit floats, rows of whole blocks of 64. Up to 64 rows
-    it takes layers that one wave of wide tiles covers: narrow ones wait for one product after the other."""
+    it takes layers that one wave of wide tiles covers, or of few steps: narrow ones wait for one product after the other."""
     x, arch = layer.dot.inputs[0].type, layer.frame.setting.arch
     even = layer.depth % DEPTH == 0 and layer.width % 2 == 0 and rows * layer.width < 1 << 31
     if rows == 1 or arch != "sm90" or not even or x.dtype.name not in ("bf16", "f16") or not _has_form(layer):
         return False
     tile = rule(arch, layer.shape)
-    return rows > 64 or tile.n >= WIDE and tiles_of(layer.shape, tile) <= PROGRAMS
+    return rows > 64 or (tile.n >= WIDE or layer.depth <= SHALLOW) and tiles_of(layer.shape, tile) <= PROGRAMS
 
 
 def _has_form(layer: Layer) -> bool:
@@ -184,10 +175,10 @@ def wgmma(layer: Layer) -> Source:
     element, rows = x.type.dtype.name, frame.upper(layer.rows)
     epilogue, x_rows, shared = _Epilogue(layer), tile.x_rows(rows), tile.shared_bytes(rows)
     dims = [(dim(n), at) for at, n in enumerate(frame.setting.dims) if n in epilogue.dims]
-    arguments = [f"{STORAGE[v.type.dtype.name]}* p{i}" for i, v in enumerate(frame.arguments)]
+    arguments = [f"{STORAGE[v.type.dtype.name]}* p{i}" for i, v in enumerate(frame.arguments)] + ["int* dims", "void*, void*"]
     text = environment().get_template("wgmma.cu.j2").render(
         layer.hooks(tile) | {"m": SYNTAX.size(layer.rows)}, name="__kernel__", head=_head(element, tile.n), x_rows=x_rows,
-        summary=frame.summary(), element=element, dims=dims, arguments=", ".join([*arguments, "int* dims", "void*, void*"]),
+        summary=frame.summary(), element=element, dims=dims, max_rows=rows, arguments=", ".join(arguments),
         rows=epilogue.rows, row_lines=epilogue.row_lines, lines=epilogue.lines, outputs=epilogue.outputs,
     )  # fmt: skip
     types = (*(POINTER[v.type.dtype.name] for v in frame.arguments), "*i32")

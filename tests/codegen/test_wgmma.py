@@ -166,7 +166,8 @@ def test_what_nvrtc_refuses_is_one_line():
         (bf16, 300, 64, 64, "sm90", "cuda"), (f16, 65, 64, 64, "sm90", "cuda"), (f32, 300, 64, 64, "sm90", "triton"),
         (bf16, 300, 64, 60, "sm90", "triton"), (bf16, 300, 64, 64, "sm80", "triton"), (bf16, 300, 64, 64, "sm100", "triton"),
         (bf16, 64, 6144, 64, "sm90", "cuda"),  # 128 tiles of 48 columns
-        (bf16, 64, 4096, 64, "sm90", "triton"),  # narrow ones
+        (bf16, 64, 4096, 4096, "sm90", "cuda"),  # 128 of 32 columns, of few steps
+        (bf16, 64, 4096, 8192, "sm90", "triton"),  # of many
         (bf16, 64, 128256, 64, "sm90", "triton"),  # several waves
         (bf16, 1, 6144, 64, "sm90", "triton"),
     ],
