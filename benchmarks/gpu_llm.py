@@ -312,7 +312,7 @@ def graph_times(executor: Any, program: Any, count: int, pause: float = 0) -> li
 
 
 def profile(alone: list[tuple[str, float]]) -> None:
-    """Time of each kernel, alone in its launch, summed over the program."""
+    """Time of each kernel without the others, of all of its calls together and of one."""
     times: dict[str, list[float]] = {}
     for name, ms in alone:
         times.setdefault(name, []).append(ms)

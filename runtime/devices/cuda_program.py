@@ -87,23 +87,28 @@ class CudaProgram:
         return len(list(self.plan.calls()))
 
     def kernel_times(self, repeat: int = 20) -> list[tuple[str, float]]:
-        """(kernel, milliseconds) of each call in order, each launched alone and `repeat` times. For profiles:
-        results are those of kernels that ran more than once."""
+        """(kernel, milliseconds) of each call in order: the mean of all calls of its kernel, launched one after the other
+        without the rest, so that each reads its own weights; `repeat` launches at least. For profiles: results are those
+        of kernels that ran more than once, on whatever there was."""
         device = self._device
-        begin, end = (device.call("cuEventCreate", 0) for _ in range(2))
-        times = []
+        own: dict[str, list[Call]] = {}
         for call in self.plan.calls():
-            graph = _Graph(self._instantiate([call] * repeat), self._symbol(call))
+            own.setdefault(self._symbol(call), []).append(call)
+        begin, end = (device.call("cuEventCreate", 0) for _ in range(2))
+        times = {}
+        for symbol, calls in own.items():
+            chain = calls * -(-repeat // len(calls))
+            graph = _Graph(self._instantiate(chain), symbol)
             for _ in range(2):
                 device.call("cuEventRecord", begin, device.stream)
                 device.call("cuGraphLaunch", graph.executable, device.stream)
                 device.call("cuEventRecord", end, device.stream)
                 self._wait_for(graph)
-            times.append((graph.kernels, device.call("cuEventElapsedTime", begin, end) / repeat))
+            times[symbol] = device.call("cuEventElapsedTime", begin, end) / len(chain)
             device.call("cuGraphExecDestroy", graph.executable)
         for event in (begin, end):
             device.call("cuEventDestroy", event)
-        return times
+        return [(self._symbol(call), times[self._symbol(call)]) for call in self.plan.calls()]
 
     def launch(self) -> None:
         """Starts the program in the device's stream. Inputs and dims must be there before, in stream order."""

@@ -38,6 +38,19 @@ def test_weights_arrive_whole_and_a_step_is_one_graph(cuda_artifact, gpu):
     assert dict(zip(executor.target.dims, dims.tolist(), strict=False)) == {"pages": 0, "rows": 1, "slots": 1, "tokens": 3}
 
 
+def test_a_profile_launches_each_kernel_with_all_of_its_calls(cuda_artifact, gpu):
+    device, driver = gpu()
+    program = CudaExecutor(cuda_artifact, 1, device).program("decode", 1)
+    names = [program.plan.kernels[c.kernel].symbol for c in program.plan.calls()]
+    before = len(driver.launched)
+    times = program.kernel_times(repeat=7)
+    assert [name for name, _ in times] == names
+    assert len(driver.launched) - before == 2 * len(set(names))
+    for name, ms in times:  # the driver says 1 ms for any graph
+        calls = names.count(name)
+        assert ms == 1 / (calls * -(-7 // calls))
+
+
 def test_kernels_of_older_cards_wait_for_nothing_themselves(cuda_artifact, gpu):
     device, driver = gpu(capability=(8, 6))
     executor = CudaExecutor(cuda_artifact, 1, device)
