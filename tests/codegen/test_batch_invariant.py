@@ -27,14 +27,13 @@ CONFIG = {
     "hidden_size": 192,
     "num_attention_heads": 6,
     "num_key_value_heads": 3,
-    "head_dim": 32,
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory, tiny_config):
+@pytest.fixture(scope="module", params=[32, 64], ids=["attention_decode", "flash_decode"])
+def model(request, tmp_path_factory, tiny_config):
     folder = tmp_path_factory.mktemp("invariant")
-    (folder / "config.json").write_text(json.dumps({**tiny_config, **CONFIG, "intermediate_size": 576}))
+    (folder / "config.json").write_text(json.dumps({**tiny_config, **CONFIG, "head_dim": request.param, "intermediate_size": 576}))
     return trace_decoder(open_checkpoint(str(folder), weights="random:3"), "bf16", 64)
 
 
