@@ -33,7 +33,8 @@ CONFIG = {
 @pytest.fixture(scope="module", params=[32, 64], ids=["attention_decode", "flash_decode"])
 def model(request, tmp_path_factory, tiny_config):
     folder = tmp_path_factory.mktemp("invariant")
-    (folder / "config.json").write_text(json.dumps({**tiny_config, **CONFIG, "head_dim": request.param, "intermediate_size": 576}))
+    config = {**tiny_config, **CONFIG, "head_dim": request.param, "intermediate_size": 576}
+    (folder / "config.json").write_text(json.dumps(config))
     return trace_decoder(open_checkpoint(str(folder), weights="random:3"), "bf16", 64)
 
 
