@@ -3,21 +3,17 @@ the queries are there."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
-from aotc.codegen.cpp import STORAGE
-from aotc.codegen.cuda.frame import Source, TensorMap, environment
+from aotc.codegen.cuda.frame import Source, TensorMap
+from aotc.codegen.cuda.hopper import SYNTAX, source
 from aotc.codegen.cuda.limits import LIMITS
 from aotc.codegen.cuda.schedule import PROGRAMS, Heads
-from aotc.codegen.cuda.syntax import POINTER, dim
 from aotc.codegen.cuda.tables import Family
-from aotc.codegen.cuda.wgmma import HEAD_END, SYNTAX, header
 from aotc.codegen.loops import LoopNest
 from aotc.ir.dtypes import f32
 
@@ -97,33 +93,22 @@ FLASH_DECODE = Family("flash_decode", Tile, rule, candidates, _wrong)
 
 def flash_decode(step: DecodeStep) -> Source:
     """The source of a step."""
-    frame, of, cache = step.frame, step.shape, step.cache
-    tile = FLASH_DECODE.choose(frame.setting, of)
-    resident = min(SHARED_BYTES // (tile.shared_bytes(of) + 1024), 2)
-    element, rows = of.dtype.name, step.rows
+    frame, of, rows = step.frame, step.shape, step.rows
+    tile, heads = FLASH_DECODE.choose(frame.setting, of), of.group * of.kv_heads
     nest = LoopNest(step.body, SYNTAX, frame.pointers)
     with nest.scope("t", "head", "c") as asked:
         query = SYNTAX.stored(of.dtype, nest.emit(step.query, ("t", "head", "c")))
     with nest.scope("t", "kv_head", "c") as made:
         key, value = (SYNTAX.stored(of.dtype, nest.emit(v, ("t", "kv_head", "c"))) for v in (step.key, step.value))
-    lines = nest.scopes[0].lines, asked.lines, made.lines
-    words = set(re.findall(r"\w+", " ".join((SYNTAX.size(rows), *sum(lines, [])))))
-    extra = ["int* counters", "float* scratch"] if tile.splits > 1 else []
-    arguments = [f"{STORAGE[v.type.dtype.name]}* p{i}" for i, v in enumerate(frame.arguments)]
-    text = environment().get_template("flash_decode.cu.j2").render(
-        name="__kernel__", head=f"{header()}{HEAD_END}", summary=frame.summary(), element=element, tile=tile, cache=cache,
-        resident=resident, d=of.head_dim, group=of.group, heads=of.group * of.kv_heads, kv_heads=of.kv_heads,
-        rows=SYNTAX.size(rows), max_rows=frame.upper(rows), seq_lens=frame.pointers[step.seq_lens], window=of.window,
-        out=step.out, scale=SYNTAX.constant(step.attention.attrs.scale * math.log2(math.e), f32),
-        lines=lines, query=query, key=key, value=value, arguments=", ".join([*arguments, "int* dims", *extra, "void*, void*"]),
-        dims=[(dim(n), at) for at, n in enumerate(frame.setting.dims) if dim(n) in words],
-    )  # fmt: skip
-    types = (*(POINTER[v.type.dtype.name] for v in frame.arguments), "*i32", *(("*i32", "*fp32") if extra else ()))
-    symbol = f"{frame.kernel.family}_{hashlib.sha256(f'{text}{types}'.encode()).hexdigest()[:12]}"
-    box = TensorMap(frame.arguments.index(step.kv), element, ANY_ROWS, of.head_dim, KEYS, of.head_dim // 64)
-    heads = of.group * of.kv_heads
-    return Source(
-        symbol, text.replace("__kernel__", symbol), types, (rows, of.kv_heads, tile.splits), tile.warps, 1,
-        rows * (heads * tile.splits * (of.head_dim + 2) * 4) if extra else 0, rows * (of.kv_heads * 4) if extra else 0,
-        language="cuda", shared_bytes=tile.shared_bytes(of), maps=(box,),
+    shared, shares = tile.shared_bytes(of), tile.splits if tile.splits > 1 else 0
+    box = TensorMap(frame.arguments.index(step.kv), of.dtype.name, ANY_ROWS, of.head_dim, KEYS, of.head_dim // 64)
+    return source(
+        frame, "flash_decode", (rows, of.kv_heads, tile.splits), tile.warps, 1, shared, (box,),
+        scratch_bytes=rows * (heads * shares * (of.head_dim + 2) * 4) if shares else 0,
+        counter_bytes=rows * (of.kv_heads * 4) if shares else 0,
+        tile=tile, cache=step.cache, element=of.dtype.name, resident=min(SHARED_BYTES // (shared + 1024), 2), d=of.head_dim,
+        group=of.group, heads=heads, kv_heads=of.kv_heads, rows=SYNTAX.size(rows), max_rows=frame.upper(rows),
+        seq_lens=frame.pointers[step.seq_lens], window=of.window, out=step.out,
+        scale=SYNTAX.constant(step.attention.attrs.scale * math.log2(math.e), f32),
+        lines=(nest.scopes[0].lines, asked.lines, made.lines), query=query, key=key, value=value,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from aotc.codegen.cpu.build import compiler, run_tool
 from aotc.codegen.cuda.frame import TensorMap
-from aotc.codegen.cuda.wgmma import HEAD_END, header
+from aotc.codegen.cuda.hopper import HEAD_END, header
 
 _RUN = """
 static void** arguments;

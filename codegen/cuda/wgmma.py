@@ -3,34 +3,21 @@ the card evenly, weights on their way before x is there."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from aotc.codegen.cpp import STORAGE, CppSyntax, lead_index
+from aotc.codegen.cpp import STORAGE, lead_index
 from aotc.codegen.cuda.frame import Source, TensorMap, environment
+from aotc.codegen.cuda.hopper import SYNTAX, source
 from aotc.codegen.cuda.limits import LIMITS
 from aotc.codegen.cuda.schedule import PROGRAMS, Linear
-from aotc.codegen.cuda.syntax import POINTER, dim
 from aotc.codegen.cuda.tables import Family
 from aotc.codegen.loops import LoopNest, add
-from aotc.ir.sizes import names_in
 
 if TYPE_CHECKING:
     from aotc.codegen.cuda.matmul import Layer
 
-
-class _Syntax(CppSyntax):
-    """With dims named as in kernels in Triton: apart from whatever a template names."""
-
-    def dim(self, name: str) -> str:
-        return dim(name)
-
-
-SYNTAX = _Syntax()
 DEPTH = 64  # elements of a row of a box: 128 bytes, which are swizzled
 WIDE, SHALLOW = 48, 4096  # columns of a tile that beats `skinny`, and the depth up to which fewer do
 FULL_STAGE = 12 << 10  # bytes that are worth a barrier
@@ -154,49 +141,28 @@ def _wrong(of: Linear, tile: Tile) -> str:
 WGMMA = Family("wgmma", Tile, rule, candidates, _wrong)
 
 
-HEAD_END = "// end of the header\n"
-
-
-@cache
-def header(name: str = "hopper.cuh") -> str:
-    """What the source of a kernel begins with; `hopper_host.h` has the same for a CPU."""
-    return (resources.files("aotc.codegen.cuda") / "lib" / name).read_text()
-
-
-def _head(element: str, n: int) -> str:
-    product = environment().get_template("wgmma_product.cu.j2").render(element=element, n=n)
-    return f"{header()}\n{product}{HEAD_END}"
-
-
 def wgmma(layer: Layer) -> Source:
     """The source of a layer."""
     frame, (x, w) = layer.frame, layer.dot.inputs
     tile = WGMMA.choose(frame.setting, layer.shape)
-    element, rows = x.type.dtype.name, frame.upper(layer.rows)
-    epilogue, x_rows, shared = _Epilogue(layer), tile.x_rows(rows), tile.shared_bytes(rows)
-    dims = [(dim(n), at) for at, n in enumerate(frame.setting.dims) if n in epilogue.dims]
-    arguments = [f"{STORAGE[v.type.dtype.name]}* p{i}" for i, v in enumerate(frame.arguments)] + ["int* dims", "void*, void*"]
-    text = environment().get_template("wgmma.cu.j2").render(
-        layer.hooks(tile) | {"m": SYNTAX.size(layer.rows)}, name="__kernel__", head=_head(element, tile.n), x_rows=x_rows,
-        summary=frame.summary(), element=element, dims=dims, max_rows=rows, arguments=", ".join(arguments),
-        rows=epilogue.rows, row_lines=epilogue.row_lines, lines=epilogue.lines, outputs=epilogue.outputs,
-    )  # fmt: skip
-    types = (*(POINTER[v.type.dtype.name] for v in frame.arguments), "*i32")
+    element, rows, epilogue = x.type.dtype.name, frame.upper(layer.rows), _Epilogue(layer)
+    x_rows, blocks = tile.x_rows(rows), tile.k // DEPTH
     maps = (
-        TensorMap(frame.arguments.index(x), element, layer.most, layer.depth, x_rows, tile.k // DEPTH),
-        TensorMap(frame.arguments.index(w), element, w.type.ints[0], layer.depth, tile.n // layer.parts, tile.k // DEPTH),
+        TensorMap(frame.arguments.index(x), element, layer.most, layer.depth, x_rows, blocks),
+        TensorMap(frame.arguments.index(w), element, w.type.ints[0], layer.depth, tile.n // layer.parts, blocks),
     )
-    symbol = f"{frame.kernel.family}_{hashlib.sha256(f'{text}{types}'.encode()).hexdigest()[:12]}"
-    blocks = min(tiles_of(layer.shape, tile), PROGRAMS)  # they stay, and leave early where rows are few
-    return Source(
-        symbol, text.replace("__kernel__", symbol), types, (blocks, 1, 1), tile.warps, tile.num_stages,
-        shared_bytes=shared, language="cuda", maps=maps,
+    product = environment().get_template("wgmma_product.cu.j2").render(element=element, n=tile.n)
+    hooks: dict[str, Any] = layer.hooks(tile) | {"m": SYNTAX.size(layer.rows)}
+    return source(
+        frame, "wgmma", (min(tiles_of(layer.shape, tile), PROGRAMS), 1, 1),  # blocks stay, and leave early where rows are few
+        tile.warps, tile.num_stages, tile.shared_bytes(rows), maps, more_head=f"\n{product}", **hooks, element=element,
+        x_rows=x_rows, max_rows=rows, rows=epilogue.rows, row_lines=epilogue.row_lines, lines=epilogue.lines,
+        outputs=epilogue.outputs,
     )  # fmt: skip
 
 
 class _Epilogue:
-    """What becomes of the sums `acc0` and `acc1` of row m and column c, as statements; types and pointers of outputs; the
-    dims that it names."""
+    """What becomes of the sums `acc0` and `acc1` of row m and column c, as statements; types and pointers of outputs."""
 
     def __init__(self, layer: Layer) -> None:
         frame, dot = layer.frame, layer.dot
@@ -224,5 +190,3 @@ class _Epilogue:
                 nest.line(f"sums[8 * j / {layer.squares.attrs.width}] += {value} * {value};")
         self.rows = lead_index("m", lead, names, SYNTAX)
         self.row_lines, self.lines = nest.scopes[0].lines + row.lines, inner.lines
-        sizes = [layer.rows, *(s for v in layer.body.values() for s in v.type.shape)]
-        self.dims = {d for s in sizes for d in names_in(s)}

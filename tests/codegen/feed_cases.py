@@ -12,10 +12,10 @@ from aotc.runtime.sampling import SAMPLER_DTYPE, SamplingParams, fill_row
 VOCAB, CONTEXT, WIDTH = 50, 12, 24
 
 
-def feed_graph():
+def feed_graph(most_rows=8):
     """Looks up the rows of a table that tokens name, and samples into the history that it took tokens from."""
     tokens, rows, slots = symbol("tokens"), symbol("rows"), symbol("slots")
-    b = Builder("feed", (Dim("tokens", 1, 64), Dim("rows", 1, 8), Dim("slots", 1, 9)))
+    b = Builder("feed", (Dim("tokens", 1, 64), Dim("rows", 1, most_rows), Dim("slots", 1, 9)))
     fed = [b.input(n, TensorType(i32, (tokens,))) for n in ("tokens", "positions", "rows")]
     index = b.input("kv_index", TensorType(i32, (rows,)))
     table = b.input("table", TensorType(bf16, (VOCAB, WIDTH)))

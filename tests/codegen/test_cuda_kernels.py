@@ -5,7 +5,9 @@ import pytest
 from attention_cases import SLOTS, attention_graph, page_up, ragged
 from feed_cases import feed_graph, feed_inputs
 
+from aotc.codegen.cuda import schedule
 from aotc.codegen.cuda.fake_device import run_program
+from aotc.codegen.cuda.launch import dim_order, render_program, slot_layout
 from aotc.codegen.cuda.render import TEMPLATES
 from aotc.compiler import make_program
 from aotc.errors import DeviceError, UnsupportedError
@@ -354,6 +356,20 @@ def test_a_wrong_kernel_is_found(monkeypatch):
 
 def test_tokens_come_from_the_history_where_the_host_does_not_know_them():
     assert check(feed_graph(), feed_inputs()) == ["loops", "sample"]
+
+
+@pytest.mark.parametrize(("most_rows", "parts"), [(8, 4), (128, 2), (512, 1)])
+def test_programs_share_the_search_for_the_best_logit(monkeypatch, most_rows, parts):
+    """Of equal ones the first wins, in whichever part it lies."""
+    monkeypatch.setattr(schedule, "SAMPLE_CHUNK", 16)
+    graph, inputs = feed_graph(most_rows), feed_inputs()
+    inputs["logits"][:, [3, 20, 49]] = 0
+    for row, best in enumerate(([49], [20, 49], [3, 49], [3, 20])):
+        inputs["logits"][row, best] = 9
+    program = program_of(graph)
+    sources = render_program(program, "sm80", dim_order([program]), slot_layout(program).strides).values()
+    assert {s.grid[1] for s in sources if s.symbol.startswith("sample")} == {parts}
+    check(graph, inputs)
 
 
 def test_loops_that_wait_for_nothing_are_one_kernel():

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from aotc.codegen.cuda.hopper import HEAD_END
 from aotc.codegen.cuda.launch import dim_order, render_program
 from aotc.codegen.cuda.render import TEMPLATES
-from aotc.codegen.cuda.wgmma import HEAD_END
 from aotc.compiler import make_program
 from aotc.frontend.checkpoint import open_checkpoint
 from aotc.frontend.decoder import trace_decoder
