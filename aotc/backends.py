@@ -15,6 +15,7 @@ from aotc.artifact.writer import ArtifactWriter
 from aotc.ir.program import Program, Strides, area_of
 from aotc.ir.sizes import upper_bound
 from aotc.ir.templates import Templates
+from aotc.passes import merge_phases
 from aotc.passes.fuse import PACKED
 from aotc.passes.runner import dump
 from aotc.planner import CudaKernels, Placement, cuda_arena_bytes, make_cuda_plan, make_plan
@@ -40,6 +41,7 @@ class Work:
     progress: Progress
     tables: tuple[Table, ...] = ()
     batch_invariant: bool = False
+    persistent_kernel: bool = False  # linear layers that follow one another are phases of one kernel where that is possible
     note: Callable[[str], None] = lambda _: None  # takes a line that the user should read
 
 
@@ -155,23 +157,25 @@ class _Built:
 
 def _build(target: Target, work: Work) -> _Built:
     from aotc.codegen.cuda.build import compile_sources
-    from aotc.codegen.cuda.launch import dim_order, kernel_meta, launches, render_program, widest_dims
+    from aotc.codegen.cuda.launch import dim_order, kernel_meta, launches, phases_of, render_program, widest_dims
     from aotc.codegen.cuda.tables import Schedules
 
     dims, schedules = dim_order(work.programs), Schedules(target.name, work.tables)
-    rendered = [
-        render_program(p, target.name, dims, work.strides, schedules,
-                       widest_dims(p, work.programs) if work.batch_invariant else ())
-        for p in work.programs
-    ]  # fmt: skip
+    planned, rendered = [], []
+    for program in work.programs:
+        widest = widest_dims(program, work.programs) if work.batch_invariant else ()
+        if work.persistent_kernel:
+            program = merge_phases(program, phases_of(program, target.name, widest))
+        planned.append(program)
+        rendered.append(render_program(program, target.name, dims, work.strides, schedules, widest))
     sources = {s.symbol: s for program in rendered for s in program.values()}
     step = _counted(work.progress, f"kernels {target.name}", len(sources))
     cubins = compile_sources(sources.values(), target.name, step)
     programs = []
-    for program, of_program in zip(work.programs, rendered, strict=True):
+    for program, of_program in zip(planned, rendered, strict=True):
         kernels = CudaKernels({}, {}, {}, {}, dims)
         for name, launch in launches(of_program, cubins).items():
-            meta = kernel_meta(cubins[launch.symbol], launch.grid_at(program.dims), target.name, launch.maps)
+            meta = kernel_meta(cubins[launch.symbol], launch, program.dims, target.name)
             kernels.meta[name] = {"cubin": f"kernels/{target.name}/{launch.symbol}.cubin", **meta}
             kernels.scratch[name] = upper_bound(launch.scratch_bytes, program.dims)
             kernels.counters[name] = upper_bound(launch.counter_bytes, program.dims)

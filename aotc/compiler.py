@@ -55,6 +55,7 @@ class Options:
     workspace_bytes: int | None = None  # that a program's arena may take
     batch_sizes: tuple[int, ...] = ()  # none: what is usual for a device
     batch_invariant: bool = False  # the same schedules for all buckets of a kind (CUDA)
+    persistent_kernel: bool = False  # linear layers that follow one another become phases of one kernel (CUDA)
 
 
 def buckets(max_rows: int, max_tokens: int, kv_layouts: tuple[KVLayout, ...] = Options.kv_layouts) -> Options:
@@ -89,6 +90,7 @@ def compile_model(
             progress=progress,
             tables=options.tables,
             batch_invariant=options.batch_invariant,
+            persistent_kernel=options.persistent_kernel,
             note=note,
         )
         for target in targets:

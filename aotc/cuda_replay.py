@@ -14,13 +14,13 @@ from aotc.artifact.plan import Address, If, Instruction, Plan, Tensor, evaluate
 from aotc.artifact.reader import Artifact
 from aotc.codegen.cuda.fake_device import POISON, Request, run_request
 from aotc.codegen.cuda.frame import Source, TensorMap
-from aotc.codegen.cuda.launch import dim_order, render_program, widest_dims
+from aotc.codegen.cuda.launch import dim_order, phases_of, render_program, widest_dims
 from aotc.codegen.cuda.tables import Schedules, decode_table
 from aotc.errors import ArtifactError
 from aotc.ir.dtypes import DTYPES
 from aotc.ir.program import Program
 from aotc.ir.text import parse_graph
-from aotc.passes import lower
+from aotc.passes import lower, merge_phases
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,10 @@ class CudaReplay:
         table = f"schedules/{target.name}.json"
         tables = [decode_table(artifact.read(table), table)] if artifact.has(table) else []
         schedules = Schedules(target.name, tables)
-        for program in self._programs:
+        for program, entry in zip(self._programs, target.programs, strict=True):
             widest = widest_dims(program, self._programs) if manifest.model.batch_invariant else ()
+            if any(k.family == "chain" for k in artifact.plan(entry.plan).kernels):
+                program = merge_phases(program, phases_of(program, target.name, widest))
             rendered = render_program(program, target.name, self._dims, self._strides, schedules, widest)
             self._sources |= {s.symbol: s for s in rendered.values()}
 

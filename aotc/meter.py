@@ -16,7 +16,7 @@ import numpy as np
 from aotc.artifact.plan import Address, Arg, Constant, Kernel, Plan, Space
 from aotc.artifact.plan import Call as PlanCall
 from aotc.artifact.reader import Artifact
-from aotc.codegen.cuda.launch import arguments, kernel_meta
+from aotc.codegen.cuda.launch import arguments, kernel_meta, launches
 from aotc.errors import DeviceError, DeviceLostError, RequestError
 from aotc.ir.dtypes import DType
 from aotc.ir.graph import TensorType
@@ -111,11 +111,12 @@ class _Bench:
         for n in range(self.calls):
             places = [self.places[b.name] for b in self.buffers]
             calls.append(PlanCall(0, (*(Address(0, at[n % len(at)]) for at in places), *tail)))
-        outputs = self._outputs(self._program(trial, calls[:1], grid))
-        return Timing(self._time(self._program(trial, calls, grid)) / len(calls), outputs)
+        outputs = self._outputs(self._program(trial, calls[:1]))
+        return Timing(self._time(self._program(trial, calls)) / len(calls), outputs)
 
-    def _program(self, trial: Trial, calls: list[PlanCall], grid: list[int]) -> CudaProgram:
-        meta = {"cubin": "", **kernel_meta(trial.cubin, grid, self.arch, trial.source.maps)}
+    def _program(self, trial: Trial, calls: list[PlanCall]) -> CudaProgram:
+        (launch,) = launches({"": trial.source}, {trial.source.symbol: trial.cubin}).values()
+        meta = {"cubin": "", **kernel_meta(trial.cubin, launch, self.job.program.dims, self.arch)}
         kernel = Kernel(trial.source.symbol, self.job.choice.family.name, meta)
         plan = Plan(self.job.key, (), (Space("arena", "arena"),), (), (), (kernel,), tuple(calls), 0, 0)
         kernels = CudaKernels(self.device, cast(Artifact, _OneCubin(trial.cubin.data)))

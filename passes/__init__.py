@@ -8,6 +8,7 @@ from aotc.passes.fuse import fuse
 from aotc.passes.layout_kv import KVLayout, layout_kv
 from aotc.passes.lower import lower
 from aotc.passes.merge_dots import merge_dots
+from aotc.passes.merge_phases import merge_phases
 from aotc.passes.pack_weights import pack_weights
 from aotc.passes.place_barriers import place_barriers
 from aotc.passes.plan_memory import plan_memory
@@ -30,6 +31,6 @@ PACKINGS = {
 
 __all__ = [
     "MODEL_PASSES", "PACKINGS", "PROGRAM_PASSES", "KVLayout", "canonicalize", "cone", "defer_norms", "fuse", "layout_kv", "lower",
-    "merge_dots", "pack_weights", "place_barriers", "plan_memory", "raise_composites", "spell_out", "split_weights",
+    "merge_dots", "merge_phases", "pack_weights", "place_barriers", "plan_memory", "raise_composites", "spell_out", "split_weights",
     "turn_weights",
 ]  # fmt: skip

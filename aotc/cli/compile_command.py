@@ -54,6 +54,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
                         help="tokens of a page, a power of two from 16 on")  # fmt: skip
     parser.add_argument("--batch-invariant", action="store_true",
                         help="on GPUs, the bits of a row of a decode step do not depend on how many rows there are")  # fmt: skip
+    parser.add_argument("--persistent-kernel", choices=["auto", "on", "off"], default="auto",
+                        help="on: linear layers of up to 64 rows that follow one another are one kernel, whose blocks stay "
+                             "(sm90); auto: where it was measured to be faster, which is nowhere yet")  # fmt: skip
     parser.add_argument("--weights", metavar="random:SEED", help="make the weights from the config alone")
     parser.add_argument("--revision", help="branch, tag or commit of a hub id")
     parser.add_argument("--dim", action="append", default=[], metavar="NAME=LO..HI",
@@ -72,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
     begin = time.perf_counter()
     targets = parse_targets(options.arch)
     tables = _tables(options.schedules, targets)
+    if options.persistent_kernel == "on" and any(t.name != "sm90" for t in targets):
+        raise RequestError("--persistent-kernel on is for sm90: leave it out, or the others out of --arch")
     if options.batch_invariant and any(t.device != "cuda" for t in targets):
         raise RequestError("--batch-invariant is for GPUs: leave it out, or the CPU out of --arch")
     workspace = None if options.workspace_size is None else parse_bytes("--workspace-size", options.workspace_size)
@@ -143,7 +148,7 @@ def open_model(options: argparse.Namespace):
 
     if str(options.model).endswith(".onnx"):
         _refuse(options, "an ONNX model", dtype="auto", max_model_len=None, weights=None, revision=None,
-                kv_layout="both", kv_page_size=64, batch_invariant=False)  # fmt: skip
+                kv_layout="both", kv_page_size=64, batch_invariant=False, persistent_kernel="auto")  # fmt: skip
         from aotc.frontend.onnx import open_onnx
 
         sizes = parse_batch_sizes(options.batch_sizes)
@@ -166,7 +171,10 @@ def open_model(options: argparse.Namespace):
     dtype = ("bf16" if config.dtype == "f32" else config.dtype) if options.dtype == "auto" else options.dtype
     if options.dtype == "auto" and config.dtype == "f32" and not options.quiet:
         print("the checkpoint is f32 or quantised: compiling as bf16 (--dtype f32 keeps f32)", file=sys.stderr)
-    made = replace(buckets(rows, tokens, _layouts(options)), batch_invariant=options.batch_invariant)
+    made = replace(
+        buckets(rows, tokens, _layouts(options)), batch_invariant=options.batch_invariant,
+        persistent_kernel=options.persistent_kernel == "on",
+    )  # fmt: skip
     return trace_decoder(checkpoint, dtype, length), made
 
 
@@ -186,7 +194,7 @@ def _encoder_folder(options: argparse.Namespace) -> Path | None:
 def _open_encoder(options: argparse.Namespace, folder: Path) -> Model:
     """A text encoder, traced. It keeps the checkpoint's dtype unless another one is asked for."""
     _refuse(options, "a text encoder", kv_layout="both", kv_page_size=64, batch_invariant=False,
-            max_num_batched_tokens=2048)  # fmt: skip
+            persistent_kernel="auto", max_num_batched_tokens=2048)  # fmt: skip
     from aotc.frontend.encoder import MAX_BATCH, trace_encoder
     from aotc.frontend.encoder_checkpoint import open_encoder, random_encoder
 

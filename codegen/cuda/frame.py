@@ -75,6 +75,7 @@ class Source:
     counter_bytes: Size = 0
     language: str = "triton"
     shared_bytes: int = 0  # of a kernel in CUDA C++: Triton says itself what it takes
+    together: bool = False  # blocks wait for one another: no more of them may be launched than run at once
     maps: tuple[TensorMap, ...] = ()
 
 
@@ -95,6 +96,10 @@ class Frame:
         states = {source: next(v for v in self.body.inputs if v.name == source) for _, source in self.body.aliases}
         for name, source in self.body.aliases:
             self.pointers[self.body.output(name)] = self.pointers[states[source]]
+
+    def place(self, value: Value) -> int:
+        """Which argument a value is."""
+        return self.arguments.index(value)
 
     def upper(self, size: Size) -> int:
         return upper_bound(size, self.setting.bounds)

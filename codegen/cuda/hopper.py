@@ -34,7 +34,8 @@ def header(name: str = "hopper.cuh") -> str:
 
 def source(
     frame: Frame, template: str, grid: Grid, num_warps: int, num_stages: int, shared_bytes: int,
-    maps: tuple[TensorMap, ...], scratch_bytes: Size = 0, counter_bytes: Size = 0, more_head: str = "", **hooks: Any,
+    maps: tuple[TensorMap, ...], scratch_bytes: Size = 0, counter_bytes: Size = 0, more_head: str = "",
+    together: bool = False, **hooks: Any,
 ) -> Source:  # fmt: skip
     """The source that a template and its hooks make, as `Frame.source` does for Triton: pointers, dims, counters and scratch
     where they are not 0, two that are null, then tensor maps. `more_head` belongs to the header."""
@@ -51,5 +52,5 @@ def source(
     symbol = f"{frame.kernel.family}_{hashlib.sha256(f'{text}{types}'.encode()).hexdigest()[:12]}"
     return Source(
         symbol, text.replace("__kernel__", symbol), types, grid, num_warps, num_stages, scratch_bytes, counter_bytes,
-        language="cuda", shared_bytes=shared_bytes, maps=maps,
+        language="cuda", shared_bytes=shared_bytes, together=together, maps=maps,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from aotc.codegen.cpu.build import compiler, run_tool
-from aotc.codegen.cuda.frame import TensorMap
+from aotc.codegen.cuda.frame import Source
 from aotc.codegen.cuda.hopper import HEAD_END, header
 
 _RUN = """
@@ -19,7 +19,10 @@ extern "C" void run_on_host(void** values, const TensorMap* tensor_maps, int x, 
   arguments = values, maps = tensor_maps;
   host::threads = THREADS, host::grid = {{x, y, z}};
   host::body = [] {{ {symbol}({arguments}); }};
-  for (int n = 0; n < x * y * z; ++n) host::run_block({{n % x, n / x % y, n / x / y}});
+  std::vector<host::Index> all;
+  for (int n = 0; n < x * y * z; ++n) all.push_back({{n % x, n / x % y, n / x / y}});
+  if ({together}) return host::run_blocks(all);
+  for (const host::Index& one : all) host::run_blocks({{one}});
 }}
 """
 
@@ -33,15 +36,17 @@ class _Map(ctypes.Structure):
     ]  # fmt: skip
 
 
-def load_cuda(symbol: str, text: str, maps: tuple[TensorMap, ...]) -> Callable[..., None]:
+def load_cuda(origin: Source) -> Callable[..., None]:
     """The kernel of a source, called as `kernel(grid, addresses)`. Raises CompilerError."""
+    symbol, text, maps = origin.symbol, origin.text, origin.maps
     body = text.partition(HEAD_END)[2]
-    types = re.findall(r"(\w+)\* (?:p\d+|dims|counters|scratch)\b", body.partition("{\n")[0].partition("KERNEL")[2])
+    types = re.findall(r"(\w+)\* (?:p\d+|dims|counters|scratch)\b", body.partition("KERNEL")[2].partition("{\n")[0])
     places = [f"({kind}*)arguments[{n}]" for n, kind in enumerate(types)] + ["nullptr", "nullptr"]
     places += [f"maps[{n}]" for n in range(len(maps))]
+    run = _RUN.format(symbol=symbol, arguments=", ".join(places), together=str(origin.together).lower())
     with tempfile.TemporaryDirectory(prefix="aotc-") as folder:
         source, library = Path(folder) / f"{symbol}.cpp", Path(folder) / f"{symbol}.so"
-        source.write_text(header("hopper_host.h") + body + _RUN.format(symbol=symbol, arguments=", ".join(places)))
+        source.write_text(header("hopper_host.h") + body + run)
         run_tool([compiler(), "-std=c++17", "-O2", "-w", "-fPIC", "-shared", "-o", str(library), str(source)], symbol)
         function = ctypes.CDLL(str(library)).run_on_host
 

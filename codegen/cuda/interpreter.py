@@ -95,7 +95,7 @@ def _execute(steps: list[Any], kernels: dict[str, Any], memory: Memory) -> None:
 def load(source: Source) -> Callable[[tuple[int, int, int], list[torch.Tensor]], None]:
     """The kernel of a source. Triton reads it again through linecache."""
     if source.language == "cuda":
-        kernel = load_cuda(source.symbol, source.text, source.maps)
+        kernel = load_cuda(source)
         return lambda grid, tensors: kernel(grid, [t.data_ptr() for t in tensors])
     file = f"<{source.symbol}>"
     linecache.cache[file] = (len(source.text), None, source.text.splitlines(True), file)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from aotc.codegen.cuda.build import Cubin
+from aotc.codegen.cuda.chain import phase_kind
 from aotc.codegen.cuda.frame import Grid, Setting, Source, TensorMap, waits
 from aotc.codegen.cuda.render import render
 from aotc.codegen.cuda.tables import Schedules
-from aotc.ir.program import ALIGNMENT, LINEAR_SPACES, Call, Program, Strides, area_of
+from aotc.ir.program import ALIGNMENT, LINEAR_SPACES, Call, Kernel, Program, Strides, area_of
 from aotc.ir.sizes import Dim, Size, product, upper_bound
 
 
@@ -31,6 +32,7 @@ class Launch:
     scratch_bytes: Size = 0
     counter_bytes: Size = 0
     maps: tuple[TensorMap, ...] = ()
+    together: bool = False
 
     def grid_at(self, bounds: tuple[Dim, ...]) -> tuple[int, int, int]:
         """The grid at the upper bounds of a program's dims: surplus blocks leave early."""
@@ -72,6 +74,12 @@ def slot_layout(program: Program) -> SlotLayout:
     return SlotLayout(offsets, strides)
 
 
+def phases_of(program: Program, arch: str, widest: tuple[Dim, ...] = ()) -> Callable[[Kernel], Hashable]:
+    """What kernels of a program that can be phases of one have in common: for `aotc.passes.merge_phases`."""
+    setting = Setting(arch, program.dims, (), widest=widest)
+    return lambda kernel: phase_kind(kernel, setting)
+
+
 def render_program(
     program: Program, arch: str, dims: tuple[str, ...], strides: Strides, schedules: Schedules | None = None,
     widest: tuple[Dim, ...] = (),
@@ -81,19 +89,21 @@ def render_program(
     return {name: render(kernel, setting) for name, kernel in sorted(program.kernels.items())}
 
 
-def kernel_meta(cubin: Cubin, grid: Iterable[int], arch: str, maps: Iterable[TensorMap] = ()) -> dict[str, Any]:
+def kernel_meta(cubin: Cubin, launch: Launch, bounds: tuple[Dim, ...], arch: str) -> dict[str, Any]:
     """What a plan says of a kernel besides its cubin's path. `waits`: it starts before the kernel before it has ended, and
-    waits for it itself."""
+    waits for it itself. `together`: its blocks wait for one another, so that no more may be launched than run at once."""
     facts = {k: v for k, v in asdict(cubin).items() if k not in ("data", "name")}
-    found = [asdict(m) for m in maps]
-    return {"grid": list(grid), **facts, "waits": waits(arch), **({"maps": found} if found else {})}
+    found = [asdict(m) for m in launch.maps]
+    more = ({"maps": found} if found else {}) | ({"together": True} if launch.together else {})
+    return {"grid": list(launch.grid_at(bounds)), **facts, "waits": waits(arch), **more}
 
 
 def launches(sources: Mapping[str, Source], cubins: Mapping[str, Cubin]) -> dict[str, Launch]:
     """The launch of each kernel of a program, by the kernel's name."""
     return {
         name: Launch(
-            s.symbol, s.grid, cubins[s.symbol].num_warps, cubins[s.symbol].shared, s.scratch_bytes, s.counter_bytes, s.maps
+            s.symbol, s.grid, cubins[s.symbol].num_warps, cubins[s.symbol].shared, s.scratch_bytes, s.counter_bytes, s.maps,
+            s.together,
         )
         for name, s in sources.items()
     }

@@ -1,11 +1,12 @@
-"""Renders linear layers: `matvec` for one row, `wgmma` for more on Hopper, else `skinny` for up to 64 and `matmul`."""
+"""Renders linear layers: `matvec` for one row; on Hopper `chain` for up to 64 and `wgmma` for more, else `skinny` and
+`matmul`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from aotc.codegen.cuda import schedule, wgmma
+from aotc.codegen.cuda import chain, schedule, wgmma
 from aotc.codegen.cuda.frame import SYNTAX, Frame, Grid, Source, lead, only, waits
 from aotc.codegen.cuda.nest import power_of_two
 from aotc.codegen.loops import Index, add, to_primitives
@@ -56,28 +57,19 @@ class Norm:
 
 
 def matmul(frame: Frame) -> Source:
-    own, frame = frame, frame.widest()  # so is the template's choice, and nothing here takes memory by the row
-    norm, scale, squares = (
-        next((n for n in frame.body.nodes if n.op == op), None) for op in ("rms_norm", "rms_scale", "sums_of_squares")
-    )
-    body = to_primitives(_without(frame.body, norm, scale, squares))
-    dot = only(body, "dot_general")
-    x, w = dot.inputs
-    out = body.outputs[0]
-    columns, depth = w.type.ints
-    parts = 2 if out.type.shape != dot.out.type.shape else 1  # a gated layer: both halves of a column at once
-    width, rows = columns // parts, product(x.type.shape[:-1])
-    layer = Layer(frame, body, dot, norm, width, parts, rows, own.upper(rows), scale, squares)
-    upper = frame.upper(rows)
+    layer = layer_of(frame.widest(), frame)  # so is the template's choice, and nothing here takes memory by the row
+    setting, upper = frame.setting, layer.frame.upper(layer.rows)
     if upper == 1:
-        return _matvec(layer, schedule.MATVEC.choose(frame.setting, layer.shape))
+        return _matvec(layer, schedule.MATVEC.choose(setting, layer.shape))
+    if chain.takes(layer, upper):
+        return chain.phases(layer.frame, [layer])
     if wgmma.takes(layer, upper):
         return wgmma.wgmma(layer)
     if upper <= schedule.SKINNY_ROWS:
-        tile = schedule.SKINNY.choose(frame.setting, layer.shape)
+        tile = schedule.SKINNY.choose(setting, layer.shape)
         return _skinny(layer, tile, tile.splits)
-    assert scale is None and squares is None, "norms are deferred for few rows alone"
-    return _matmul(layer, schedule.MATMUL.choose(frame.setting, layer.shape))
+    assert layer.scale is None and layer.squares is None, "norms are deferred for few rows alone"
+    return _matmul(layer, schedule.MATMUL.choose(setting, layer.shape))
 
 
 @dataclass(frozen=True)
@@ -106,7 +98,7 @@ class Layer:
         squares = self.squares.attrs.width if self.squares is not None else 1
         return schedule.Linear(rows, self.width, self.depth, self.parts, dtype, self.norm is not None, squares)
 
-    def hooks(self, tile: schedule.Tile | wgmma.Tile) -> dict[str, Any]:
+    def hooks(self, tile: Any) -> dict[str, Any]:
         """What all templates take."""
         frame, (x, w) = self.frame, self.dot.inputs
         return {
@@ -127,6 +119,21 @@ class Layer:
             return None
         (sums,), at = self.scale.inputs, self.scale.attrs
         return Scale(self.frame.pointers[sums], self.frame.upper(sums.type.shape[-1]), at.size, SYNTAX.literal(at.eps, f32))
+
+
+def layer_of(frame: Frame, own: Frame) -> Layer:
+    """The layer that a frame computes, whose memory is that of its own program."""
+    norm, scale, squares = (
+        next((n for n in frame.body.nodes if n.op == op), None) for op in ("rms_norm", "rms_scale", "sums_of_squares")
+    )
+    body = to_primitives(_without(frame.body, norm, scale, squares))
+    dot = only(body, "dot_general")
+    x, w = dot.inputs
+    out = body.outputs[0]
+    columns = w.type.ints[0]
+    parts = 2 if out.type.shape != dot.out.type.shape else 1  # a gated layer: both halves of a column at once
+    rows = product(x.type.shape[:-1])
+    return Layer(frame, body, dot, norm, columns // parts, parts, rows, own.upper(rows), scale, squares)
 
 
 def _matvec(layer: Layer, tile: schedule.Tile) -> Source:

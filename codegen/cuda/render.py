@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from aotc.codegen.cuda import schedule
 from aotc.codegen.cuda.attention import attention, attention_decode, kv_append
+from aotc.codegen.cuda.chain import chain
 from aotc.codegen.cuda.frame import SYNTAX, Frame, Setting, Source, index_of, only, slot_stride
 from aotc.codegen.cuda.matmul import is_linear_for_tensor_cores, matmul
 from aotc.codegen.cuda.nest import BLOCK_LIMIT, BlockNest, power_of_two
@@ -136,5 +137,5 @@ def _sample(frame: Frame) -> Source:
 
 _FAMILIES: dict[str, Callable[[Frame], Source]] = {
     "loops": _loops, "matmul": matmul, "kv_append": kv_append, "attention": attention,
-    "attention_decode": attention_decode, "sample": _sample, "side_by_side": _side_by_side,
+    "attention_decode": attention_decode, "sample": _sample, "side_by_side": _side_by_side, "chain": chain,
 }  # fmt: skip

@@ -18,7 +18,7 @@ from aotc import knobs
 from aotc.errors import ArtifactError, DeviceError, DeviceLostError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import numpy as np
 
@@ -84,6 +84,7 @@ class CudaDevice:
                 kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
             )
         )  # fmt: skip
+        self.multiprocessors = self.call("cuDeviceGetAttribute", kind.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, self.device)
         self.synchronous = knobs.sync()
         self._whole: CudaDevice | None = None  # what a scope is a part of, and keeps alive
         self.failure: str | None = None  # why nothing runs on it any more
@@ -112,8 +113,9 @@ class CudaDevice:
             hint = _HINTS.get(int(code))
             raise DeviceError(f"the GPU reports {code.name} in {name}{f': {hint}' if hint else ''}")
 
-    def hold(self, release: str, thing: Any) -> Any:
-        """Notes the driver's function that gives `thing` back when the device is closed. Returns the thing."""
+    def hold(self, release: str | Callable[[Any], None], thing: Any) -> Any:
+        """Notes what gives `thing` back when the device is closed: a function of the driver, by its name, or another one.
+        Returns the thing."""
         self._held.append((release, thing))
         return thing
 
@@ -130,7 +132,10 @@ class CudaDevice:
         """Gives back what was made through this scope, newest first. Nothing of it must be in use any more."""
         self.call("cuCtxSetCurrent", self.context)
         for release, thing in self._held.take():
-            self.call(release, thing)
+            if callable(release):
+                release(thing)
+            else:
+                self.call(release, thing)
 
     def close(self) -> None:
         """Gives everything back: memory of both sides, graphs, modules, the stream, the context. Arrays of `pinned`
@@ -233,14 +238,14 @@ class CudaDevice:
 class _Scope:
     """What a scope made; the device knows of it too, and returns it where the scope did not."""
 
-    def __init__(self, all_held: list[tuple[str, Any]]) -> None:
+    def __init__(self, all_held: list[tuple[Any, Any]]) -> None:
         self._all, self._own = all_held, []
 
-    def append(self, entry: tuple[str, Any]) -> None:
+    def append(self, entry: tuple[Any, Any]) -> None:
         self._all.append(entry)
         self._own.append(entry)
 
-    def take(self) -> Iterator[tuple[str, Any]]:
+    def take(self) -> Iterator[tuple[Any, Any]]:
         while self._own:
             entry = self._own.pop()
             for at in reversed(range(len(self._all))):
@@ -249,13 +254,13 @@ class _Scope:
             yield entry
 
 
-def _give_back(driver: Any, device: Any, context: Any, held: list[tuple[str, Any]]) -> None:
+def _give_back(driver: Any, device: Any, context: Any, held: list[tuple[Any, Any]]) -> None:
     """Releases, newest first. What the driver says is of no use: after a device error all of it fails."""
     driver.cuCtxPushCurrent(context)  # of whichever thread this is
     for _, stream in (h for h in held if h[0] == "cuStreamDestroy"):
         driver.cuStreamSynchronize(stream)
     while held:
         release, thing = held.pop()
-        getattr(driver, release)(thing)
+        (release if callable(release) else getattr(driver, release))(thing)
     driver.cuCtxPopCurrent()
     driver.cuDevicePrimaryCtxRelease(device)

@@ -17,6 +17,7 @@ from aotc.artifact.plan import Address, Call, If, Instruction, Plan
 from aotc.artifact.reader import Artifact
 from aotc.errors import ArtifactError, DeviceError
 from aotc.runtime.devices.cuda import CudaDevice
+from aotc.runtime.devices.turns import turns_of
 
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
 
@@ -80,6 +81,7 @@ class CudaProgram:
         self._bases = [bases[s.name if s.kind in ("input", "output") else s.kind] for s in plan.spaces]
         self._condition = device.pinned(1) if any(isinstance(i, If) for i in plan.body) else None
         self._steps = self._build(plan.body)
+        self._turns = turns_of(device) if any(k.meta.get("together") for k in plan.kernels) else None
 
     @property
     def kernel_count(self) -> int:
@@ -112,7 +114,10 @@ class CudaProgram:
 
     def launch(self) -> None:
         """Starts the program in the device's stream. Inputs and dims must be there before, in stream order."""
-        self._run(self._steps)
+        if self._turns is None:
+            self._run(self._steps)
+        else:
+            self._turns.run(self._device, lambda: self._run(self._steps))
 
     def _run(self, steps: list[_Graph | _Branch]) -> None:
         device = self._device
@@ -180,6 +185,8 @@ class CudaProgram:
         params = self._device.driver.CUDA_KERNEL_NODE_PARAMS()
         params.func = self._kernels.function(kernel.symbol, meta)
         params.gridDimX, params.gridDimY, params.gridDimZ = meta["grid"]
+        if meta.get("together"):  # they take what there is to do by turns, and a multiprocessor has room for one
+            params.gridDimX = min(params.gridDimX, self._device.multiprocessors)
         params.blockDimX, params.blockDimY, params.blockDimZ = 32 * meta["num_warps"], 1, 1
         params.sharedMemBytes = meta["shared"]
         values = np.array([self._argument(a) for a in call.args], np.uint64)

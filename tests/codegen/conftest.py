@@ -1,5 +1,7 @@
 """Builds the kernels of a graph for this machine and checks each against the interpreter."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -28,3 +30,23 @@ def check_cpu(tmp_path):
         return [d for d in found if d is not None], program
 
     return check
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """broken(module, right, wrong): kernels in CUDA C++ that a module renders have something wrong in their source. At the
+    end of the test one must have had it."""
+    found = []
+
+    def put(module, right, wrong):
+        real = module.source
+
+        def source(*arguments, **hooks):
+            made = real(*arguments, **hooks)
+            found.append(right in made.text)
+            return dataclasses.replace(made, text=made.text.replace(right, wrong))
+
+        monkeypatch.setattr(module, "source", source)
+
+    yield put
+    assert any(found)

@@ -143,6 +143,33 @@ DEVICE int count_in(int* counter) {
 }
 DEVICE float published(const float* p) { return __ldcg(p); }
 
+// For blocks that wait for one another, once a thread of each has told that all of its threads have stored: what those
+// stored is seen by loads past L1 (`fresh`) and by copies of tiles.
+DEVICE void tell_blocks(int* counter) {
+  asm volatile("fence.proxy.async;" ::: "memory");
+  __threadfence();
+  atomicAdd(counter, 1);
+}
+DEVICE void wait_for_blocks(const int* counter, int count) {
+  int seen;
+  do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  while (seen < count);
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+template <class T> struct Fresh {
+  const T* place;
+  DEVICE T operator[](int64_t i) const {
+    if constexpr (sizeof(T) == 2) {
+      T x;
+      asm volatile("ld.global.cg.u16 %0, [%1];" : "=h"(x.bits) : "l"(place + i) : "memory");
+      return x;
+    } else {
+      return __ldcg(place + i);
+    }
+  }
+};
+template <class T> DEVICE Fresh<T> fresh(const T* place) { return Fresh<T>{place}; }
+
 template <int REGISTERS> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS> DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 

@@ -1,5 +1,5 @@
-// The functions of `hopper.cuh` on a CPU: the threads of a block are fibers that take turns, shared memory is
-// poisoned, copies are done when somebody waits for them, products at once. For tests.
+// The functions of `hopper.cuh` on a CPU: the threads of a block, or of all blocks that wait for one another, are fibers
+// that take turns, shared memory is poisoned, copies are done when somebody waits for them, products at once. For tests.
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <utility>
@@ -22,51 +23,62 @@ namespace host {
 struct Index { int x, y, z; };
 struct Fiber {
   ucontext_t context;
-  std::vector<char> stack;
+  char* stack;
   bool ended;
 };
 struct Barrier { int16_t pending, arrivals; int32_t bytes : 31; uint32_t phase : 1; };
 static_assert(sizeof(Barrier) == 8, "a barrier is a word of 64 bits");
-constexpr int SHARED_BYTES = 227 << 10;
+constexpr int SHARED_BYTES = 227 << 10, STACK_BYTES = 64 << 10;
 struct Copy { char* to; const TensorMap* map; int k, row; Barrier* barrier; int end; };
 inline std::vector<Copy> under_way;
 inline int round_;  // how often all threads had a turn
 inline uint32_t random = 1;
+inline uint32_t draw() { return (random = random * 1664525 + 1013904223) >> 24; }
 
 inline ucontext_t scheduler;
-inline std::vector<Fiber> fibers;
-inline char* shared;
-inline Index thread, block, grid;
 struct Words { uint64_t at[4]; };
-inline std::vector<Words> exchanged;  // by the threads
-inline int threads, idle_turns;
 struct Meeting { int met, count; };
-inline std::vector<Meeting> meetings;  // of all threads, of numbered warpgroups, of warps
 constexpr int NUMBERED = 16;
+struct Block {
+  Index number;
+  std::vector<Fiber> fibers;
+  char* shared;
+  std::vector<Words> exchanged;    // by the threads
+  std::vector<Meeting> meetings;  // of all threads, of numbered warpgroups, of warps
+  std::vector<int> awake;          // the round from which a warp goes on: some are slow
+};
+inline Block* here;
+inline Index thread, grid;
+inline int threads, idle_turns;
 inline void (*body)();
 
 inline void fail(const char* why) {
-  fprintf(stderr, "%s in block (%d, %d, %d), thread %d\n", why, block.x, block.y, block.z, thread.x);
+  fprintf(stderr, "%s in block (%d, %d, %d), thread %d\n", why, here->number.x, here->number.y, here->number.z, thread.x);
   abort();
 }
-inline void yield() { swapcontext(&fibers[thread.x].context, &scheduler); }
+inline void yield() {
+  Block* const block = here;
+  const Index own = thread;
+  swapcontext(&block->fibers[own.x].context, &scheduler);
+}
 inline void enter() {
   body();
-  fibers[thread.x].ended = true;
+  here->fibers[thread.x].ended = true;
   yield();
 }
 inline void meet(int place, int count) {
-  const int generation = meetings[place].count;
-  if (++meetings[place].met == count) meetings[place].met = 0, ++meetings[place].count;
-  while (meetings[place].count == generation) yield();
+  Meeting* const at = &here->meetings[place];
+  const int generation = at->count;
+  if (++at->met == count) at->met = 0, ++at->count;
+  while (at->count == generation) yield();
   idle_turns = 0;
 }
 inline void meet_warp() { meet(NUMBERED + thread.x / 32, 32); }
 // What `other` says, where all lanes of a warp say something.
 template <class F> inline void exchange(Words own, F look) {
-  exchanged[thread.x] = own;
+  here->exchanged[thread.x] = own;
   meet_warp();
-  look(&exchanged[thread.x / 32 * 32]);
+  look(&here->exchanged[thread.x / 32 * 32]);
   meet_warp();
 }
 inline void settle(Barrier* b) {
@@ -74,41 +86,54 @@ inline void settle(Barrier* b) {
   b->phase ^= 1;
   b->pending = b->arrivals;
 }
-inline void run_block(Index number) {
-  block = number;
-  shared = (char*)aligned_alloc(1024, SHARED_BYTES + 1024);
-  memset(shared, 0xA5, SHARED_BYTES);
-  idle_turns = 0;
-  exchanged.assign(threads, Words{});
-  meetings.assign(NUMBERED + threads / 32, Meeting{});
-  fibers.clear();
-  fibers.resize(threads);
-  for (Fiber& f : fibers) {
-    f.stack.resize(64 << 10);
+inline void begin(Block& block, Index number) {
+  here = &block;
+  block.number = number;
+  block.shared = (char*)aligned_alloc(1024, SHARED_BYTES + 1024);
+  memset(block.shared, 0xA5, SHARED_BYTES);
+  block.exchanged.assign(threads, Words{});
+  block.meetings.assign(NUMBERED + threads / 32, Meeting{});
+  block.awake.assign(threads / 32, 0);
+  block.fibers.resize(threads);
+  for (Fiber& f : block.fibers) {
+    f.stack = (char*)mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     f.ended = false;
     getcontext(&f.context);
-    f.context.uc_stack.ss_sp = f.stack.data();
-    f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_stack.ss_sp = f.stack;
+    f.context.uc_stack.ss_size = STACK_BYTES;
     makecontext(&f.context, enter, 0);
   }
+}
+// Runs blocks until all have ended, a turn of each thread after the other.
+inline void run_blocks(std::vector<Index> numbers) {
+  std::vector<Block> blocks(numbers.size());
+  for (size_t n = 0; n < blocks.size(); ++n) begin(blocks[n], numbers[n]);
+  idle_turns = 0;
   for (bool active = true; active;) {
     active = false;
     ++round_;
-    if (++idle_turns > 100000) fail("nothing moves any more");
-    for (int i = 0; i < threads; ++i) {
-      if (fibers[i].ended) continue;
-      thread = {i, 0, 0};
-      swapcontext(&scheduler, &fibers[i].context);
-      active |= !fibers[i].ended;
-    }
+    if (++idle_turns > 5000) fail("nothing moves any more");
+    for (Block& block : blocks)
+      for (int i = 0; i < threads; ++i) {
+        if (i % 32 == 0 && block.awake[i / 32] <= round_ && draw() % 32 == 0) block.awake[i / 32] = round_ + draw() % 64;
+        if (block.fibers[i].ended) continue;
+        active = true;
+        if (block.awake[i / 32] > round_) continue;
+        here = &block;
+        thread = {i, 0, 0};
+        swapcontext(&scheduler, &block.fibers[i].context);
+      }
   }
   if (!under_way.empty()) fail("a copy that nobody waited for");
-  free(shared);
+  for (Block& block : blocks) {
+    free(block.shared);
+    for (Fiber& f : block.fibers) munmap(f.stack, STACK_BYTES);
+  }
 }
 }  // namespace host
 
 #define threadIdx host::thread
-#define blockIdx host::block
+#define blockIdx host::here->number
 #define gridDim host::grid
 
 struct bf16 { uint16_t bits; };
@@ -159,7 +184,7 @@ DEVICE float from_lane(float x, int lane) {
 }
 DEVICE float rsqrtf(float x) { return 1 / sqrtf(x); }
 
-DEVICE char* shared_memory() { return host::shared; }
+DEVICE char* shared_memory() { return host::here->shared; }
 DEVICE void block_barrier() { host::meet(0, host::threads); }
 DEVICE void warp_barrier() { host::meet_warp(); }
 template <int NUMBER, int COUNT> DEVICE void warpgroups_barrier() { host::meet(NUMBER, COUNT); }
@@ -181,14 +206,8 @@ DEVICE void barrier_arrive(uint64_t* b) {
 
 // 128-byte rows in groups of 8: bits 4 to 6 of an address are xored with bits 7 to 9.
 DEVICE char* swizzled(char* p) { return (char*)((uintptr_t)p ^ ((uintptr_t)p >> 7 & 7) << 4); }
-DEVICE void copy_tile(void* to, const TensorMap* map, int k, int row, uint64_t* b) {
-  if ((uintptr_t)to % 1024) host::fail("a tile that is not aligned");
-  host::random = host::random * 1664525 + 1013904223;
-  const int later = host::random >> 30 ? host::random >> 24 & 3 : host::random >> 24 & 63;  // one of four takes long
-  host::under_way.push_back({(char*)to, map, k, row, (host::Barrier*)b, host::round_ + later});
-}
 namespace host {
-// A copy ends as late as it can, when somebody waits for it, and some wait long for theirs.
+// A copy ends at once, or as late as it can, when somebody waits for it, and some wait long for theirs.
 inline void finish(const Copy& copy) {
   const TensorMap* const map = copy.map;
   for (int64_t r = 0; r < map->box_rows * map->box_blocks; ++r)
@@ -202,6 +221,13 @@ inline void finish(const Copy& copy) {
   settle(copy.barrier);
 }
 }  // namespace host
+DEVICE void copy_tile(void* to, const TensorMap* map, int k, int row, uint64_t* b) {
+  if ((uintptr_t)to % 1024) host::fail("a tile that is not aligned");
+  const int drawn = host::draw(), later = drawn >> 6 ? drawn & 3 : drawn;  // one of four takes long
+  const host::Copy copy{(char*)to, map, k, row, (host::Barrier*)b, host::round_ + later};
+  if (drawn >> 6 == 1) host::finish(copy);
+  else host::under_way.push_back(copy);
+}
 DEVICE void barrier_wait(uint64_t* b, int parity) {
   while (((host::Barrier*)b)->phase == (uint32_t)parity) {
     std::vector<host::Copy> others;
@@ -266,6 +292,11 @@ template <class T> DEVICE void multiply_8(float* d, const uint32_t* a, const uin
 DEVICE void publish() {}
 DEVICE int count_in(int* counter) { return (*counter)++; }
 DEVICE float published(const float* p) { return *p; }
+DEVICE void tell_blocks(int* counter) { ++*counter, host::idle_turns = 0; }
+DEVICE void wait_for_blocks(const int* counter, int count) {
+  while (*(const volatile int*)counter < count) host::yield();
+}
+template <class T> DEVICE const T* fresh(const T* place) { return place; }
 
 DEVICE void launch_dependents() {}
 DEVICE void wait_for_kernel_before() {}

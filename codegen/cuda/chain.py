@@ -1,0 +1,220 @@
+"""Renders linear layers of up to 64 rows in 16-bit floats as CUDA C++ for Hopper: one of them, or several that follow one
+another as phases of one kernel, so that weights keep coming from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from aotc.codegen.cuda.epilogue import Epilogue, has_form
+from aotc.codegen.cuda.frame import Frame, Setting, Source, TensorMap, environment
+from aotc.codegen.cuda.hopper import SYNTAX, source
+from aotc.codegen.cuda.limits import LIMITS
+from aotc.codegen.cuda.schedule import PROGRAMS, SKINNY_ROWS, Linear
+from aotc.codegen.cuda.tables import Family
+from aotc.ir.graph import Node, Value
+from aotc.ir.program import Kernel
+from aotc.ir.sizes import Size
+
+if TYPE_CHECKING:
+    from aotc.codegen.cuda.matmul import Layer
+
+DEPTH = 64  # elements of a row of a box: 128 bytes, which are swizzled
+WIDE, SHALLOW = 48, 4096  # columns of a tile that beats `skinny` where it is alone, and the depth up to which fewer do
+BY_COLUMNS = 112  # of a tile whose halves take a warpgroup as long as its latency
+STAGE_BYTES = 28 << 10  # where no wide tile says more
+MOST_STAGES = 32
+HELPERS = 4  # warps that copy and scale
+GROUPS = (2, 4)  # warpgroups that multiply
+OPEN_BYTES = 72 << 10  # of weights on their way to a multiprocessor: enough for the memory's latency
+CHAINS = 1
+MOST_AHEAD = 64  # columns of a warpgroup for which there are registers to load ahead what the epilogue reads
+
+
+@dataclass(frozen=True)
+class Width:
+    """Columns of a tile, both parts of a gated layer together. Raises ValueError for what the template does not take."""
+
+    n: int
+
+    def __post_init__(self) -> None:
+        if self.n not in range(16, 257, 16):
+            raise ValueError(f"n = {self.n} is not supported")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Of a phase: columns, the depth of a stage, whether warpgroups share the columns or the depth of it."""
+
+    n: int
+    k: int
+    by_columns: bool
+
+    def stage_bytes(self, x_rows: int) -> int:
+        return (x_rows + self.n) * self.k * 2
+
+    def own(self, groups: int) -> int:
+        """Columns of a warpgroup's product."""
+        return self.n // groups if self.by_columns else self.n
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What the phases of a kernel share: warpgroups, rows of x that are copied (groups of 8, which are swizzled together),
+    stages, shared memory."""
+
+    groups: int
+    x_rows: int
+    stage_bytes: int
+    stages: int
+    shared_bytes: int
+    tiles: tuple[Tile, ...]
+
+
+def fits(layer: Layer, rows: int) -> bool:
+    """Whether a layer can be a phase: up to 64 rows of 16-bit floats, of whole blocks of 64."""
+    x, arch = layer.dot.inputs[0].type, layer.frame.setting.arch
+    even = layer.depth % DEPTH == 0 and layer.width % 2 == 0
+    return rows <= SKINNY_ROWS and arch == "sm90" and even and x.dtype.name in ("bf16", "f16") and has_form(layer)
+
+
+def takes(layer: Layer, rows: int) -> bool:
+    """Whether this template computes a layer that stands alone: one that one wave of wide tiles covers, or of few steps.
+    Narrow tiles wait for one product after the other."""
+    if rows == 1 or not fits(layer, rows):
+        return False
+    width = PHASE.rule("sm90", layer.shape)
+    return (width.n >= WIDE or layer.depth <= SHALLOW) and tiles_of(layer.shape, width.n) <= PROGRAMS
+
+
+def tiles_of(of: Linear, n: int) -> int:
+    """Tiles that a layer is cut into."""
+    return -(-of.n * of.parts // n)
+
+
+def _x_rows(rows: int) -> int:
+    return -(-rows // 8) * 8
+
+
+def _by_columns(of: Linear, n: int, groups: int) -> bool:
+    return of.parts == 2 or n >= BY_COLUMNS and n % (8 * groups) == 0 and n // groups % of.squares == 0
+
+
+def _wrong_for(of: Linear, n: int, groups: int) -> str:
+    """Why warpgroups can't share tiles of so many columns, or nothing."""
+    share = n // of.parts // groups if _by_columns(of, n, groups) else n // of.parts
+    if share * of.parts * (groups if _by_columns(of, n, groups) else 1) != n or share % 8:
+        return f"n must be a multiple of {8 * of.parts * groups}, which warpgroups share"
+    return f"n must be a multiple of {of.squares}, whose squares are added up" if share % of.squares else ""
+
+
+def cost(of: Linear, n: int, groups: int = 2) -> float:
+    """Cycles, about. Of a step of 64: products at 2048 multiplications a cycle, but no less than the latency of one a
+    warpgroup; x from L2 at 64 bytes a cycle, w from memory at 20. Then what a wave takes to begin and end."""
+    x, w = _x_rows(of.rows) * DEPTH * 2, n * DEPTH * 2
+    latency = 220 if _by_columns(of, n, groups) else 220 / groups
+    step = max(2 * n, x / 64 + w / 20, latency)
+    return -(-tiles_of(of, n) // PROGRAMS) * (-(-of.depth // DEPTH) * step + 10 * n) + 3000
+
+
+def every(arch: str, of: Linear) -> list[Width]:
+    """All widths of a layer, the cheapest first; those of equal cost by fewer columns."""
+    most = min(-(-of.n * of.parts // 16) * 16, 256)
+    fit = [n for n in range(16, 257, 16) if (n <= most or n <= 32) and not _wrong_for(of, n, 2)]
+    return [Width(n) for n in sorted(fit, key=lambda n: (cost(of, n), n))]
+
+
+def _rule(arch: str, of: Linear) -> Width:
+    return every(arch, of)[0]
+
+
+def _candidates(arch: str, of: Linear) -> Iterator[Width]:
+    yield from every(arch, of)
+
+
+PHASE = Family("phase", Width, _rule, _candidates, lambda of, width: _wrong_for(of, width.n, 2))
+
+
+def ring(arch: str, shapes: Sequence[Linear], widths: Sequence[int]) -> Ring:
+    """The ring for phases of these widths: four warpgroups where narrow tiles would wait for two, as many stages as fit."""
+    pairs = list(zip(shapes, widths, strict=True))
+    fit = [g for g in GROUPS if not any(_wrong_for(of, n, g) for of, n in pairs)]
+    groups = min(fit, key=lambda g: sum(cost(of, n, g) for of, n in pairs))
+    x_rows = _x_rows(shapes[0].rows)
+    wide = [Tile(n, DEPTH, True) for of, n in pairs if _by_columns(of, n, groups)]
+    most = max((t.stage_bytes(x_rows) for t in wide), default=STAGE_BYTES)
+    tiles = []
+    for of, n in pairs:
+        step = DEPTH * groups
+        deep = min(most // ((x_rows + n) * 2 * step), 512 // step, -(-of.depth // step))
+        tiles.append(Tile(n, DEPTH, True) if _by_columns(of, n, groups) else Tile(n, max(deep, 1) * step, False))
+    stage = -(-max(t.stage_bytes(x_rows) for t in tiles) // 1024) * 1024
+    row_warps = -(-x_rows // 16)
+    shares = max((groups - 1) * row_warps * 32 * t.n // 2 * 4 for t in tiles if not t.by_columns) if len(wide) < len(tiles) else 0
+    rest = max(16 * len(tiles) + 256 + shares, (64 - x_rows) * DEPTH * 2)  # products read 64 rows of x
+    stages = min((LIMITS[arch].shared_bytes - 1024 - rest) // (stage + 24), MOST_STAGES)
+    return Ring(groups, x_rows, stage, stages, 1024 + stages * (stage + 24) + rest, tuple(tiles))
+
+
+def chain(frame: Frame) -> Source:
+    """The source of a kernel whose phases are the fusions of its body."""
+    from aotc.codegen.cuda.matmul import layer_of
+
+    widest, made, layers = frame.widest(), set[Value](), []
+    for node in frame.body.nodes:
+        layers.append(layer_of(PhaseFrame(widest, node, made), frame))
+        made |= set(node.outputs)
+    return phases(frame, layers)
+
+
+def phase_kind(kernel: Kernel, setting: Setting) -> tuple[Size, str] | None:
+    """What phases of one kernel have in common: rows and elements. None for a kernel that can be no phase."""
+    from aotc.codegen.cuda.matmul import layer_of
+
+    if kernel.family != "matmul":
+        return None
+    frame = Frame(kernel, setting)
+    layer = layer_of(frame.widest(), frame)
+    rows = layer.frame.upper(layer.rows)
+    return (layer.rows, layer.dot.inputs[0].type.dtype.name) if rows > 1 and fits(layer, rows) else None
+
+
+class PhaseFrame(Frame):
+    """A fusion of a chain as a kernel of its own, whose memory has the chain's names. What phases before it made is read
+    past L1."""
+
+    def __init__(self, chain: Frame, node: Node, made: set[Value]) -> None:
+        super().__init__(Kernel(chain.kernel.name, node.attrs.kind, node.attrs.body), chain.setting)
+        inputs = dict(zip(self.body.inputs, node.inputs, strict=True))
+        self._outer = inputs | dict(zip(self.body.outputs, node.outputs, strict=True))
+        self._chain = chain
+        self.pointers = {v: chain.pointers[o] for v, o in self._outer.items()}
+        self.pointers |= {v: f"fresh({chain.pointers[o]})" for v, o in inputs.items() if o in made}
+
+    def place(self, value: Value) -> int:
+        return self._chain.place(self._outer[value])
+
+
+def phases(frame: Frame, layers: Sequence[Layer]) -> Source:
+    """The source of a kernel whose phases are these layers."""
+    setting, rows = frame.setting, layers[0].frame.upper(layers[0].rows)
+    element, shapes = layers[0].dot.inputs[0].type.dtype.name, [layer.shape for layer in layers]
+    made = ring(setting.arch, shapes, [PHASE.choose(setting, of).n for of in shapes])
+    maps, hooks = list[TensorMap](), list[dict[str, Any]]()
+    for layer, tile in zip(layers, made.tiles, strict=True):
+        (x, w), blocks = layer.dot.inputs, tile.k // DEPTH
+        share = tile.own(made.groups) // layer.parts
+        maps.append(TensorMap(layer.frame.place(x), element, layer.most, layer.depth, made.x_rows, blocks))
+        maps.append(TensorMap(layer.frame.place(w), element, w.type.ints[0], layer.depth, share, blocks))
+        epilogue = Epilogue(layer, ahead=share <= MOST_AHEAD)
+        hooks.append(layer.hooks(tile) | vars(epilogue) | {"by_columns": tile.by_columns})
+    template = environment().get_template("wgmma_product.cu.j2")
+    products = [template.render(element=element, n=n) for n in sorted({t.own(made.groups) for t in made.tiles})]
+    blocks = min(max(tiles_of(of, t.n) for of, t in zip(shapes, made.tiles, strict=True)), PROGRAMS)
+    return source(
+        frame, "chain", (blocks, 1, 1), 4 * made.groups + HELPERS, made.stages, made.shared_bytes, tuple(maps),
+        counter_bytes=4 * len(layers) if len(layers) > 1 else 0, more_head="".join(f"\n{p}" for p in products),
+        together=len(layers) > 1, m=SYNTAX.size(layers[0].rows), element=element, groups=made.groups, stages=made.stages,
+        stage_bytes=made.stage_bytes, x_rows=made.x_rows, max_rows=rows, phases=hooks, open_bytes=OPEN_BYTES, chains=CHAINS,
+    )  # fmt: skip
