@@ -164,7 +164,7 @@ class Driver:
         except AttributeError:
             raise DeviceError(f"the NVIDIA driver is too old (it has no {symbol}): install a newer one") from None
 
-        def check(code: int, _: Any, given: Any) -> Any:
+        def check(code: Any, _: Any, given: Any) -> Any:
             if code:
                 raise failure(name, code, self._error_name(code))
             return given  # ctypes then returns what is given out
