@@ -24,6 +24,7 @@ from aotc.ir.program import LINEAR_SPACES, Buffer, Program, area_of, buffer_byte
 from aotc.ir.sizes import evaluate, upper_bound
 from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
+from aotc.runtime.devices.driver import CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, CU_EVENT_DEFAULT
 from aotc.tuner import Job, Timing, Trial
 
 CONTEXT = 2048  # tokens of a sequence when attention to a cache is measured, or as many as there can be
@@ -92,8 +93,8 @@ class _Bench:
         self.buffers = [program.buffers[n] for n in arguments(program, job.call)]
         self.inputs = set(job.call.inputs)
         rotated = [b for b in self.buffers if b.space in ("weight", *LINEAR_SPACES)]
-        kind = device.driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
-        l2, free = device.call("cuDeviceGetAttribute", kind, device.device), device.call("cuMemGetInfo")[0]
+        l2 = device.call("cuDeviceGetAttribute", CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE, device.device)
+        free, _ = device.call("cuMemGetInfo")
         copies = copies_of(sum(map(self._nbytes, rotated)), l2, free // 2)
         self.calls = max(copies, LEAST_CALLS)
         self.places = {b.name: self._filled(b, copies if b in rotated else 1) for b in self.buffers}
@@ -142,7 +143,7 @@ class _Bench:
     def _time(self, program: CudaProgram) -> float:
         """Microseconds of the graph: the median of several launches."""
         device = self.device
-        begin, end = (device.hold("cuEventDestroy", device.call("cuEventCreate", 0)) for _ in range(2))
+        begin, end = (device.hold("cuEventDestroy", device.call("cuEventCreate", CU_EVENT_DEFAULT)) for _ in range(2))
         times = []
         for n in range(LAUNCHES + 1):
             device.call("cuEventRecord", begin, device.stream)

@@ -297,8 +297,10 @@ def prefill(name: str, executor: Any, options: argparse.Namespace) -> None:
 
 def graph_times(executor: Any, program: Any, count: int, pause: float = 0) -> list[float]:
     """Milliseconds of each of `count` launches, between events; seconds of pause before each."""
+    from aotc.runtime.devices.driver import CU_EVENT_DEFAULT
+
     device = executor.device
-    events = [device.call("cuEventCreate", 0) for _ in range(2)]
+    events = [device.call("cuEventCreate", CU_EVENT_DEFAULT) for _ in range(2)]
     times = []
     for n in range(count + 5):
         time.sleep(pause)

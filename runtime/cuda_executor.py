@@ -17,6 +17,7 @@ from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.devices.cuda_pages import BUFFERS, CudaPages
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
 from aotc.runtime.devices.cuda_weights import CudaWeights
+from aotc.runtime.devices.driver import CU_EVENT_DISABLE_TIMING
 from aotc.runtime.executor import STANDARD, CacheOptions, DeviceExecutor
 from aotc.runtime.memory import LOGPROBS, Memory, decoder_memory, dims_bytes
 from aotc.runtime.offload import PageCopy
@@ -124,7 +125,7 @@ class CudaExecutor(DeviceExecutor):
             token.view(np.int32), logprobs.view(np.float32).reshape(rows, LOGPROBS),
             ids.view(np.int32).reshape(rows, LOGPROBS), np.zeros((0, self.vocab_size), np.float32),
         )  # fmt: skip
-        ended = self.device.hold("cuEventDestroy", self.device.call("cuEventCreate", 2))  # CU_EVENT_DISABLE_TIMING
+        ended = self.device.hold("cuEventDestroy", self.device.call("cuEventCreate", CU_EVENT_DISABLE_TIMING))
         return _CudaFrame(inputs, outputs, results, prompts.view(np.int32), ended)
 
     @property

@@ -16,6 +16,7 @@ from aotc.runtime.buckets import Buckets
 from aotc.runtime.devices.cuda import CudaDevice
 from aotc.runtime.devices.cuda_program import CudaKernels, CudaProgram
 from aotc.runtime.devices.cuda_weights import CudaWeights
+from aotc.runtime.devices.driver import CU_EVENT_DISABLE_TIMING
 from aotc.runtime.memory import dims_bytes, tensor_memory, tensor_places
 from aotc.runtime.session import Slots
 
@@ -127,7 +128,7 @@ class CudaTensorProgram:
 
     def _follow(self, stream: Any) -> None:
         """What goes into the stream from now on runs after what was left running in another."""
-        if self._pending is not None and self._pending[0] is not stream:
+        if self._pending is not None and self._pending[0] != stream:
             self.device.call("cuStreamWaitEvent", stream, self._pending[1], 0)
             self._pending = None
 
@@ -138,7 +139,7 @@ class CudaTensorProgram:
 
     def stream_for(self, stream: int | None) -> int | None:
         """The address of the stream in which a binding runs."""
-        return int(self.device.stream) if stream is None else stream
+        return self.device.stream if stream is None else stream
 
     def bind(self, addresses: list[int], dims: tuple[int, ...], stream: int | None) -> Launch:
         """Graphs on memory of the caller. Dims have a place of their own, written here."""
@@ -148,7 +149,7 @@ class CudaTensorProgram:
             names = [t.name for t in (*self.plan.inputs, *self.plan.outputs)]
             places = dict(zip(names, addresses, strict=True)) | {"dims": self._place_dims(scope, dims)}
             program = self._make(self.buckets.at(dims), scope, places)
-            event = None if stream is None else scope.hold("cuEventDestroy", scope.call("cuEventCreate", 2))
+            event = None if stream is None else scope.hold("cuEventDestroy", scope.call("cuEventCreate", CU_EVENT_DISABLE_TIMING))
             self.device.synchronize()
         except BaseException:
             scope.release()

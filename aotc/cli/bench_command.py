@@ -58,9 +58,9 @@ def run(options: argparse.Namespace) -> int:
 def startup(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Starts `--repeat` processes that load, answer one token, and report the time of each part in ms.
 
-    Parts up to `first_token_ms` follow each other. `beside` has what overlaps on a GPU: the driver makes its context
-    while modules are imported (the `bindings` among them) and the `tokenizer` is read, after a `wait` for the driver to
-    be at it; `graphs` are built, and `modules` of kernels loaded for them, while `weights` go up.
+    Parts up to `first_token_ms` follow each other. `beside` has what overlaps on a GPU: the `driver` is initialised
+    and makes its `context` while modules are imported and the `tokenizer` is read, after a `wait` for the driver to be at
+    it; `graphs` are built, and `modules` of kernels loaded for them, while `weights` go up.
     """
     runs = []
     for _ in range(options.repeat):

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from aotc.codegen.cuda.matmul import Layer
 
 DEPTH = 64  # elements of a row of a box: 128 bytes, which are swizzled
-WIDE, SHALLOW = 48, 4096  # columns of a tile that beats `skinny` where it is alone, and the depth up to which fewer do
+WIDE = 48  # columns of a tile that beats `skinny` where it is alone
+SHALLOW = 4096  # the depth up to which fewer do
+MOST_WAVES = 1
 BY_COLUMNS = 112  # of a tile whose halves take a warpgroup as long as its latency
 STAGE_BYTES = 28 << 10  # where no wide tile says more
 MOST_STAGES = 32
@@ -85,7 +87,7 @@ def takes(layer: Layer, rows: int) -> bool:
     if rows == 1 or not fits(layer, rows):
         return False
     width = PHASE.rule("sm90", layer.shape)
-    return (width.n >= WIDE or layer.depth <= SHALLOW) and tiles_of(layer.shape, width.n) <= PROGRAMS
+    return (width.n >= WIDE or layer.depth <= SHALLOW) and tiles_of(layer.shape, width.n) <= MOST_WAVES * PROGRAMS
 
 
 def tiles_of(of: Linear, n: int) -> int:

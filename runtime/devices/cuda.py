@@ -6,16 +6,19 @@ where it is used: a context is made while it is still being imported.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
-import importlib
 import logging
 import threading
+import time
 import weakref
 from typing import TYPE_CHECKING, Any
 
 from aotc import knobs
 from aotc.errors import ArtifactError, DeviceError, DeviceLostError
+from aotc.runtime.devices import driver as api
+from aotc.runtime.devices.driver import Driver
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,28 +30,8 @@ if TYPE_CHECKING:
 
 MIN_DRIVER = 12030  # as cuDriverGetVersion counts: 12.3, the first with programmatic edges in graphs
 _CLOSED = "the model was closed: load it again"
-_HINTS = {
-    2: "other processes hold its memory: look at nvidia-smi",
-    34: "libcuda.so.1 is a stub of the toolkit: install a driver, or take the stub off LD_LIBRARY_PATH",
-    46: "another process holds it alone: look at nvidia-smi",
-    100: "the NVIDIA driver finds no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES",
-    101: "the NVIDIA driver finds no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES",
-    209: "the code is for another GPU: compile the model again",
-    802: "the machine's switches are not ready: start nvidia-fabricmanager",
-    803: "the driver's library and its kernel module differ: restart the machine or install them again",
-    804: "a forward-compatible libcuda.so.1 does not support this GPU: take it off LD_LIBRARY_PATH",
-}
-"""What to do about a CUresult."""
 
 log = logging.getLogger("aotc.cuda")
-
-
-def import_driver() -> Any:
-    """The driver's bindings. Raises DeviceError where there are none."""
-    try:
-        return importlib.import_module("cuda.bindings.driver")
-    except ImportError:
-        raise DeviceError("running on a GPU needs cuda-bindings: pip install 'aotc[cuda]'") from None
 
 
 class CudaDevice:
@@ -58,16 +41,48 @@ class CudaDevice:
     where there is no driver, no such GPU, or a driver that is too old.
     """
 
-    def __init__(self, number: int = 0) -> None:
-        self.driver = driver = import_driver()
+    def __init__(self, number: int = 0, at_work: Callable[[], object] = lambda: None) -> None:
+        """`at_work` is called right before the driver makes the context, for which it needs no Python."""
+        begin = time.perf_counter()
+        self.driver = Driver()
+        self.call("cuInit", 0)
+        self.opened = {"driver": time.perf_counter() - begin}
+        """Seconds until the driver was there, and until the context was (`context`)."""
+        self.device = self._find(number)
+        self.synchronous = knobs.sync()
+        self._whole: CudaDevice | None = None  # what a scope is a part of, and keeps alive
+        self.failure: str | None = None  # why nothing runs on it any more
+        self.steps = 0
+        self._threads = threading.local()
+        at_work()
+        self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
+        self._held: Any = []  # (the function that gives back, what) in the order in which they were made
+        self._finalizer = weakref.finalize(self, _give_back, self.driver, self.device, self.context, self._held)
+        self._finalizer.atexit = False  # the driver itself frees what a process leaves behind, and faster
         try:
-            code = driver.cuInit(0)[0]
-        except RuntimeError:
-            raise DeviceError("there is no NVIDIA driver here (libcuda.so.1 does not load)") from None
-        self._check(code, "cuInit")
+            self._begin()
+        except BaseException:
+            self.close()
+            raise
+        self.opened["context"] = time.perf_counter() - begin
+
+    def _begin(self) -> None:
+        self.enter()
+        self.stream = self.hold("cuStreamDestroy", self.call("cuStreamCreate", api.CU_STREAM_NON_BLOCKING))
+        name = ctypes.create_string_buffer(128)
+        self.call("cuDeviceGetName", name, len(name), self.device)
+        self.name = name.value.decode()
+        self.capability = (
+            self.call("cuDeviceGetAttribute", api.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, self.device),
+            self.call("cuDeviceGetAttribute", api.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, self.device),
+        )
+        self.multiprocessors = self.call("cuDeviceGetAttribute", api.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, self.device)
+
+    def _find(self, number: int) -> int:
+        """The driver's own number of the GPU. Raises DeviceError where it is not there, or the driver too old."""
         count = self.call("cuDeviceGetCount")
         if not count:
-            raise DeviceError(_HINTS[100])
+            raise DeviceError(api.HINTS[100])
         if number >= count:
             there = "the one GPU here is cuda:0" if count == 1 else f"the GPUs here are cuda:0 to cuda:{count - 1}"
             raise DeviceError(f"there is no cuda:{number}: {there}")
@@ -75,43 +90,11 @@ class CudaDevice:
         if version < MIN_DRIVER:
             here, least = (f"{v // 1000}.{v % 1000 // 10}" for v in (version, MIN_DRIVER))
             raise DeviceError(f"the NVIDIA driver is for CUDA {here}, at least {least} is needed: install a newer driver")
-        self.device = self.call("cuDeviceGet", number)
-        self.name = self.call("cuDeviceGetName", 128, self.device).split(b"\0")[0].decode()
-        kind = driver.CUdevice_attribute
-        self.capability = tuple(
-            self.call("cuDeviceGetAttribute", a, self.device)
-            for a in (
-                kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, kind.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-            )
-        )  # fmt: skip
-        self.multiprocessors = self.call("cuDeviceGetAttribute", kind.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, self.device)
-        self.synchronous = knobs.sync()
-        self._whole: CudaDevice | None = None  # what a scope is a part of, and keeps alive
-        self.failure: str | None = None  # why nothing runs on it any more
-        self.steps = 0
-        self.opened: dict[str, float] = {}  # seconds of parts of the opening, where somebody measured them
-        self._threads = threading.local()
-        self.context = self.call("cuDevicePrimaryCtxRetain", self.device)
-        self._held: Any = []  # (the function that gives back, what) in the order in which they were made
-        self._finalizer = weakref.finalize(self, _give_back, driver, self.device, self.context, self._held)
-        self._finalizer.atexit = False  # the driver itself frees what a process leaves behind, and faster
-        self.enter()
-        self.stream = self.hold("cuStreamDestroy", self.call("cuStreamCreate", 1))  # CU_STREAM_NON_BLOCKING
+        return self.call("cuDeviceGet", number)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """Calls a function of the driver; its result, or a tuple of several. Raises DeviceError where it fails."""
-        try:
-            code, *results = getattr(self.driver, name)(*arguments)
-        except RuntimeError as error:  # what cuda-bindings raises for a function that libcuda.so.1 lacks
-            raise DeviceError(f"the NVIDIA driver is too old ({error}): install a newer one") from None
-        if code:
-            self._check(code, name)
-        return results[0] if len(results) == 1 else tuple(results)
-
-    def _check(self, code: Any, name: str) -> None:
-        if int(code):
-            hint = _HINTS.get(int(code))
-            raise DeviceError(f"the GPU reports {code.name} in {name}{f': {hint}' if hint else ''}")
+        return getattr(self.driver, name)(*arguments)
 
     def hold(self, release: str | Callable[[Any], None], thing: Any) -> Any:
         """Notes what gives `thing` back when the device is closed: a function of the driver, by its name, or another one.
@@ -205,7 +188,7 @@ class CudaDevice:
         """Device memory, zeroed in stream order; its address, a multiple of 256 (0 for no bytes)."""
         if not nbytes:
             return 0
-        address = self.hold("cuMemFree", int(self.call("cuMemAlloc", nbytes)))
+        address = self.hold("cuMemFree", self.call("cuMemAlloc", nbytes))
         if zero:
             self.call("cuMemsetD8Async", address, 0, nbytes, self.stream)
         return address
@@ -221,14 +204,15 @@ class CudaDevice:
         """The same, not zeroed, and the caller's to give back with cuMemFreeHost."""
         import numpy as np
 
-        address = int(self.call("cuMemHostAlloc", max(nbytes, 1), 3))  # PORTABLE | DEVICEMAP
+        flags = api.CU_MEMHOSTALLOC_PORTABLE | api.CU_MEMHOSTALLOC_DEVICEMAP
+        address = self.call("cuMemHostAlloc", max(nbytes, 1), flags)
         block = (ctypes.c_uint8 * max(nbytes, 1)).from_address(address)
         block.device = self  # type: ignore[attr-defined]  # not collected while somebody sees its memory
         return np.ctypeslib.as_array(block)[:nbytes]
 
     def upload(self, address: int, data: np.ndarray, stream: Any = None) -> None:
         """Copies contiguous host memory to the device, in stream order."""
-        self.call("cuMemcpyHtoDAsync", address, data.ctypes.data, data.nbytes, stream or self.stream)
+        self.call("cuMemcpyHtoDAsync", address, data.ctypes.data, data.nbytes, self.stream if stream is None else stream)
 
     def download(self, data: np.ndarray, address: int) -> None:
         """Copies device memory into contiguous host memory, in stream order."""
@@ -254,13 +238,21 @@ class _Scope:
             yield entry
 
 
-def _give_back(driver: Any, device: Any, context: Any, held: list[tuple[Any, Any]]) -> None:
+def _give_back(driver: Driver, device: int, context: int, held: list[tuple[Any, Any]]) -> None:
     """Releases, newest first. What the driver says is of no use: after a device error all of it fails."""
-    driver.cuCtxPushCurrent(context)  # of whichever thread this is
+
+    def attempt(function: str, *arguments: Any) -> None:
+        with contextlib.suppress(DeviceError):
+            getattr(driver, function)(*arguments)
+
+    attempt("cuCtxPushCurrent", context)  # of whichever thread this is
     for _, stream in (h for h in held if h[0] == "cuStreamDestroy"):
-        driver.cuStreamSynchronize(stream)
+        attempt("cuStreamSynchronize", stream)
     while held:
         release, thing = held.pop()
-        (release if callable(release) else getattr(driver, release))(thing)
-    driver.cuCtxPopCurrent()
-    driver.cuDevicePrimaryCtxRelease(device)
+        if callable(release):
+            release(thing)
+        else:
+            attempt(release, thing)
+    attempt("cuCtxPopCurrent")
+    attempt("cuDevicePrimaryCtxRelease", device)

@@ -17,9 +17,9 @@ import numpy as np
 
 from aotc.errors import DeviceError
 from aotc.runtime.devices.cuda import CudaDevice
+from aotc.runtime.devices.driver import CU_EVENT_BLOCKING_SYNC
 
 BUFFERS = 4  # copies by the GPU and by the host go on side by side
-_BLOCKING = 1  # CU_EVENT_BLOCKING_SYNC: who waits sleeps
 
 
 class _Buffer:
@@ -27,7 +27,9 @@ class _Buffer:
 
     def __init__(self, device: CudaDevice, pages: np.ndarray) -> None:
         self.pages = pages
-        self.begin, self.end = (device.hold("cuEventDestroy", device.call("cuEventCreate", _BLOCKING)) for _ in range(2))
+        self.begin, self.end = (
+            device.hold("cuEventDestroy", device.call("cuEventCreate", CU_EVENT_BLOCKING_SYNC)) for _ in range(2)
+        )
 
 
 class CudaPages:

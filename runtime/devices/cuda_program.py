@@ -5,18 +5,19 @@ A cubin is loaded as it lies in the artifact, and its kernels take pointers alon
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from aotc.artifact.plan import Address, Call, If, Instruction, Plan
 from aotc.artifact.reader import Artifact
 from aotc.errors import ArtifactError, DeviceError
+from aotc.runtime.devices import driver as api
 from aotc.runtime.devices.cuda import CudaDevice
+from aotc.runtime.devices.cuda_node import KernelNode, tiled
 from aotc.runtime.devices.turns import turns_of
 
 _STATIC_SHARED = 48 << 10  # bytes of shared memory that a kernel has without asking
@@ -47,8 +48,7 @@ class CudaKernels:
         except DeviceError as error:
             raise DeviceError(f"kernel {symbol} does not load: {error}; is the driver too old?") from None
         if meta["shared"] > _STATIC_SHARED:
-            kind = device.driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-            device.call("cuFuncSetAttribute", function, kind, meta["shared"])
+            device.call("cuFuncSetAttribute", function, api.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, meta["shared"])
         self.seconds += time.perf_counter() - begin
         return function
 
@@ -78,6 +78,7 @@ class CudaProgram:
         its name (inputs, outputs); `weight` gives the address of what lies at an offset of weights.bin."""
         self.plan, self._device, self._kernels, self._weight = plan, device, kernels, weight
         bases = {**bases, "weights": 0}
+        self._weights = [s.kind == "weights" for s in plan.spaces]
         self._bases = [bases[s.name if s.kind in ("input", "output") else s.kind] for s in plan.spaces]
         self._condition = device.pinned(1) if any(isinstance(i, If) for i in plan.body) else None
         self._steps = self._build(plan.body)
@@ -96,7 +97,7 @@ class CudaProgram:
         own: dict[str, list[Call]] = {}
         for call in self.plan.calls():
             own.setdefault(self._symbol(call), []).append(call)
-        begin, end = (device.call("cuEventCreate", 0) for _ in range(2))
+        begin, end = (device.call("cuEventCreate", api.CU_EVENT_DEFAULT) for _ in range(2))
         times = {}
         for symbol, calls in own.items():
             chain = calls * -(-repeat // len(calls))
@@ -158,64 +159,42 @@ class CudaProgram:
 
     def _instantiate(self, calls: list[Call]) -> Any:
         """A chain of kernel nodes. Kernels that wait for the one before themselves get a programmatic edge."""
-        device = self._device
+        device, metas = self._device, [self.plan.kernels[call.kernel].meta for call in calls]
+        node = KernelNode(max(len(call.args) for call in calls), max(len(meta.get("maps", ())) for meta in metas))
+        nodes = (ctypes.c_void_p * len(calls))()
         graph = device.call("cuGraphCreate", 0)
         try:
-            before = None
-            for call in calls:
-                meta = self.plan.kernels[call.kernel].meta
-                node = device.call("cuGraphAddKernelNode", graph, None, 0, self._node(call))
-                if before is not None:
-                    device.call("cuGraphAddDependencies", graph, [before], [node], [self._edge(meta)], 1)
-                before = node
+            for n, call in enumerate(calls):
+                self._fill(node, call)
+                nodes[n] = device.call("cuGraphAddKernelNode", graph, None, 0, node.params)
+            if len(calls) > 1:
+                followers = (ctypes.c_void_p * (len(calls) - 1))(*nodes[1:])
+                edges = (api.GraphEdgeData * len(followers))()
+                for edge, meta in zip(edges, metas[1:], strict=True):
+                    if meta.get("waits"):
+                        edge.from_port = api.CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
+                        edge.type = api.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
+                device.call("cuGraphAddDependencies", graph, nodes, followers, edges, len(followers))
             return device.call("cuGraphInstantiate", graph, 0)
         finally:
             device.call("cuGraphDestroy", graph)
 
-    def _edge(self, meta: Mapping[str, Any]) -> Any:
-        edge = self._device.driver.CUgraphEdgeData()
-        if meta.get("waits"):
-            edge.from_port = 1  # CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC
-            edge.type = self._device.driver.CUgraphDependencyType.CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC
-        return edge
-
-    def _node(self, call: Call) -> Any:
+    def _fill(self, node: KernelNode, call: Call) -> None:
         kernel = self.plan.kernels[call.kernel]
         meta = kernel.meta
-        params = self._device.driver.CUDA_KERNEL_NODE_PARAMS()
-        params.func = self._kernels.function(kernel.symbol, meta)
-        params.gridDimX, params.gridDimY, params.gridDimZ = meta["grid"]
-        if meta.get("together"):  # they take what there is to do by turns, and a multiprocessor has room for one
-            params.gridDimX = min(params.gridDimX, self._device.multiprocessors)
-        params.blockDimX, params.blockDimY, params.blockDimZ = 32 * meta["num_warps"], 1, 1
-        params.sharedMemBytes = meta["shared"]
-        values = np.array([self._argument(a) for a in call.args], np.uint64)
-        maps = [self._tensor_map(m, int(values[m["argument"]])) for m in meta.get("maps", ())]
-        places = [values.ctypes.data + 8 * n for n in range(len(values))] + [int(m.getPtr()) for m in maps]
-        # The driver copies the arguments while it adds the node: these need not outlive that call.
-        self._arguments = values, maps, np.array(places, np.uint64)
-        params.kernelParams = self._arguments[-1].ctypes.data
-        return params
-
-    def _tensor_map(self, meta: Mapping[str, Any], address: int) -> Any:
-        """What `aotc.codegen.cuda.frame.TensorMap` says of an argument, as the driver encodes it."""
-        driver = self._device.driver
-        kind = driver.CUtensorMapDataType
-        element = {"bf16": kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, "f16": kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16}
-        wide, narrow = driver.cuuint64_t, driver.cuuint32_t
-        rows, columns, pitch = meta["rows"], meta["columns"], 2 * meta["columns"]
-        return self._device.call(
-            "cuTensorMapEncodeTiled", element[meta["dtype"]], 3, address, [wide(64), wide(rows), wide(columns // 64)],
-            [wide(pitch), wide(128)], [narrow(64), narrow(meta["box_rows"]), narrow(meta["box_blocks"])], [narrow(1)] * 3,
-            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-        )  # fmt: skip
+        grid = meta["grid"]
+        if meta.get("together"):  # blocks take what there is to do by turns, and a multiprocessor has room for one
+            grid = (min(grid[0], self._device.multiprocessors), *grid[1:])
+        node.kernel(self._kernels.function(kernel.symbol, meta), grid, 32 * meta["num_warps"], meta["shared"])
+        addresses = [self._argument(a) for a in call.args]
+        node.arguments(addresses)
+        for n, each in enumerate(meta.get("maps", ())):
+            tensor_map = node.tensor_map(len(addresses), n)
+            self._device.call("cuTensorMapEncodeTiled", tensor_map, *tiled(each, addresses[each["argument"]]))
 
     def _argument(self, argument: Any) -> int:
         if isinstance(argument, Address):
-            if self.plan.spaces[argument.space].kind == "weights":
+            if self._weights[argument.space]:
                 return self._weight(argument.offset)
             return self._bases[argument.space] + argument.offset
         if hasattr(argument, "value"):

@@ -19,6 +19,7 @@ from aotc.artifact.manifest import CHUNK_BYTES, TargetEntry
 from aotc.artifact.reader import Artifact
 from aotc.errors import ArtifactError
 from aotc.runtime.devices.cuda import CudaDevice
+from aotc.runtime.devices.driver import CU_EVENT_DISABLE_TIMING, CU_STREAM_NON_BLOCKING
 
 THREADS = 8  # more of them do not read the page cache faster
 _BUFFERS = 2  # of a thread: one is filled while the other is on its way
@@ -59,9 +60,9 @@ class CudaWeights:
         """Sends what is used of chunks until none is left; False at a damaged one, after which nobody takes another."""
         device = self._device
         device.enter()
-        stream = device.call("cuStreamCreate", 1)
+        stream = device.call("cuStreamCreate", CU_STREAM_NON_BLOCKING)
         block = device.pin(_BUFFERS * CHUNK_BYTES)
-        sent = [device.call("cuEventCreate", 2) for _ in range(_BUFFERS)]  # without timing
+        sent = [device.call("cuEventCreate", CU_EVENT_DISABLE_TIMING) for _ in range(_BUFFERS)]
         reader, turns = _Reader(file), itertools.cycle(zip(np.split(block, _BUFFERS), sent, strict=True))
         try:
             for chunk, (buffer, event) in zip(todo, turns, strict=False):

@@ -3,18 +3,14 @@ of them Python's."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 import re
 import threading
-import time
 from typing import TYPE_CHECKING
 
 from aotc.errors import DeviceError, RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
     from aotc.artifact.reader import Artifact
@@ -22,38 +18,6 @@ if TYPE_CHECKING:
 
 DEVICE = re.compile(r"auto|cpu|cuda(?::(\d{1,3}))?", re.ASCII)
 DEVICES = "auto, cpu, cuda or cuda:NUMBER"
-
-
-class _EarlyContext(threading.Thread):
-    """Begins to make a GPU's primary context while the driver's bindings are still being imported, which needs Python's
-    lock as much as all other imports do. `CudaDevice` makes the same one again, which takes no time then, and says what
-    is wrong where something is."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(name="aotc-context")
-        self.at_work = threading.Event()
-        """Set from where the driver works on its own: it needs Python's lock only once more, to return."""
-        self._number, self._release = number, lambda: None
-        self.seconds = 0.0  # that it took
-        self.start()
-
-    def run(self) -> None:
-        begin = time.perf_counter()
-        with contextlib.suppress(OSError, AttributeError):  # no driver, or one that is too old
-            driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
-            if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), self._number):
-                release = driver.cuDevicePrimaryCtxRelease_v2
-                self.at_work.set()
-                if not driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device):
-                    self._release = lambda: release(device)
-        self.seconds = time.perf_counter() - begin
-        self.at_work.set()
-
-    def give_back(self) -> None:
-        """Waits until it is made, and lets go of it; more than once does no harm."""
-        self.join()
-        release, self._release = self._release, lambda: None
-        release()
 
 
 class Opening(threading.Thread):
@@ -64,39 +28,22 @@ class Opening(threading.Thread):
         self._number = number
         self._device: CudaDevice | None = None
         self._error: BaseException | None = None
-        self._imported = threading.Event()
-        self._early = _EarlyContext(number)
+        self._at_work = threading.Event()
         self.start()
 
     def run(self) -> None:
-        begin = time.perf_counter()
         try:
-            with self._importing():
-                from aotc.runtime.devices.cuda import CudaDevice, import_driver
+            from aotc.runtime.devices.cuda import CudaDevice
 
-                import_driver()
-            bindings = time.perf_counter() - begin
-            device = CudaDevice(self._number)
-            context = time.perf_counter() - begin
-            self._early.give_back()
-            device.opened = {"bindings": bindings, "driver": self._early.seconds, "context": context}
-            self._device = device
+            self._device = CudaDevice(self._number, self._at_work.set)
         except BaseException as error:  # raised where the device is asked for
             self._error = error
-            self._early.give_back()
-
-    @contextlib.contextmanager
-    def _importing(self) -> Iterator[None]:
-        try:
-            yield
-        finally:
-            self._imported.set()
+        self._at_work.set()
 
     def wait_for_driver(self) -> None:
-        """Waits until the driver makes the context on its own, or has ended: before work that keeps Python's lock, for
-        which the rest of the opening would have to wait."""
-        self._imported.wait()
-        self._early.at_work.wait()
+        """Waits until the driver makes the context, or has failed to: before work that keeps Python's lock, without which
+        the driver goes on, and the rest of the opening does not."""
+        self._at_work.wait()
 
     def result(self) -> CudaDevice:
         """The device, once. Raises what opening it raised, DeviceError above all."""

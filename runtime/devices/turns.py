@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
+from aotc.runtime.devices.driver import CU_EVENT_DISABLE_TIMING
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -30,7 +32,7 @@ class Turns:
             if stream in self._events:
                 return
             device.call("cuCtxSynchronize")  # of what others launched while they were alone nothing is recorded
-            self._events[stream] = device.call("cuEventCreate", 2)  # CU_EVENT_DISABLE_TIMING
+            self._events[stream] = device.call("cuEventCreate", CU_EVENT_DISABLE_TIMING)
         device.hold("cuEventDestroy", self._events[stream])
         device.hold(self._leave, stream)
 

@@ -1,11 +1,14 @@
 """A tokenizer in its compact form is the one of the source."""
 
 import json
+import random
+from collections import Counter
 
 import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from aotc.frontend import tokenizer_json
 from aotc.frontend.tokenizer_json import compact
 
 LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
@@ -69,3 +72,64 @@ def test_merges_that_are_texts_already_stay():
 )  # fmt: skip
 def test_what_it_does_not_know_stays_as_it_is(data):
     assert compact(data) == data
+
+
+def all_pairs(seed):
+    """A vocabulary over three letters, and every pair of tokens that makes a token, in an order that no training gives."""
+    draw = random.Random(seed)
+    tokens = {"a", "b", "c", "d"}
+    while len(tokens) < 40:
+        tokens.add("".join(draw.choices(sorted(tokens), k=2))[:9])
+    pairs = [(t[:n], t[n:]) for t in sorted(tokens) for n in range(1, len(t)) if t[:n] in tokens and t[n:] in tokens]
+    draw.shuffle(pairs)
+    return tokenizers.Tokenizer(models.BPE({t: n for n, t in enumerate(sorted(tokens))}, pairs)), draw
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_without_merges_that_never_happen_texts_have_the_same_ids(seed):
+    """Held against the library on texts that the compiler does not look at."""
+    made, draw = all_pairs(seed)
+    short = compact(made.to_str().encode())
+    before, after = (json.loads(data)["model"]["merges"] for data in (made.to_str(), short))
+    assert len(after) < len(before) and compact(short) == short
+    kept = [m.split(" ") for m in after]
+    assert kept == [m for m in before if m in kept], "in the order of their ranks"
+    read = tokenizers.Tokenizer.from_str(short.decode())
+    texts = ["".join(draw.choices("abcdx", weights=[5, 4, 3, 2, 1], k=draw.randint(1, 60))) for _ in range(600)]
+    assert [e.ids for e in made.encode_batch(texts)] == [e.ids for e in read.encode_batch(texts)]
+    ways = Counter("".join(m) for m in before)
+    for n, pair in enumerate(kept):
+        if ways["".join(pair)] > 1:
+            form = json.loads(short)
+            del form["model"]["merges"][n]
+            fewer = tokenizers.Tokenizer.from_str(json.dumps(form))
+            assert fewer.encode("".join(pair)).ids != read.encode("".join(pair)).ids, "of several, the one that happens"
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"dropout": 0.1}, {"unk_token": "a"}, {"continuing_subword_prefix": "b"}, {"end_of_word_suffix": "c"},
+        {"byte_fallback": True},
+    ],
+)  # fmt: skip
+def test_where_more_than_merges_decides_all_of_them_stay(setting):
+    form = json.loads(all_pairs(1)[0].to_str())
+    form["model"].update(setting)
+    assert len(json.loads(compact(json.dumps(form).encode()))["model"]["merges"]) == len(form["model"]["merges"])
+
+
+@pytest.mark.parametrize("change", [["a", "a"], ["a", "zz"], ["a"], "ab", "#version: 0.2"])
+def test_merges_that_the_library_reads_in_its_own_way_stay(change):
+    """One twice, of which the later one counts; and what is no pair of tokens."""
+    form = json.loads(all_pairs(1)[0].to_str())
+    merges = [["a", "a"], *form["model"]["merges"], change]
+    form["model"]["merges"] = merges
+    assert len(json.loads(compact(json.dumps(form).encode()))["model"]["merges"]) == len(merges)
+
+
+def test_merges_stay_where_a_text_would_have_other_ids(monkeypatch):
+    made, _ = all_pairs(2)
+    real, whole = tokenizer_json._last_merge, len(json.loads(made.to_str())["model"]["merges"])
+    monkeypatch.setattr(tokenizer_json, "_last_merge", lambda token, ranks: real(token, ranks) if len(token) < 5 else None)
+    assert len(json.loads(compact(made.to_str().encode()))["model"]["merges"]) == whole

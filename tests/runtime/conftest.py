@@ -2,7 +2,6 @@
 over a fake driver, and an artifact for them."""
 
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -91,10 +90,9 @@ def cuda_artifact(tmp_path_factory, tiny_config, byte_tokenizer):
 @pytest.fixture
 def use_driver(monkeypatch):
     """use_driver(driver): it stands in for the machine's."""
-    real = importlib.import_module
 
     def use(driver):
-        monkeypatch.setattr(importlib, "import_module", lambda n: driver if n == "cuda.bindings.driver" else real(n))
+        monkeypatch.setattr("aotc.runtime.devices.cuda.Driver", lambda: driver)
         return driver
 
     return use
@@ -119,16 +117,12 @@ def gpu(fake_driver):
 
 @pytest.fixture
 def install_driver(tmp_path, monkeypatch):
-    """install_driver(expression): processes that are started find that object as the driver's bindings."""
+    """install_driver(expression): processes that are started have that object as their driver."""
 
     def install(expression):
-        folder = tmp_path / "bindings" / "cuda" / "bindings"
-        folder.mkdir(parents=True)
-        for package in (folder, folder.parent):
-            (package / "__init__.py").touch()
-        lines = ("import sys", "import broken_cuda, fake_cuda", f"sys.modules[__name__] = {expression}")
-        (folder / "driver.py").write_text("\n".join(lines))
+        lines = ("import broken_cuda, fake_cuda", f"driver = {expression}", "fake_cuda.api.Driver = lambda: driver")
+        (tmp_path / "sitecustomize.py").write_text("\n".join(lines))
         monkeypatch.syspath_prepend(Path(__file__).parent)
-        monkeypatch.syspath_prepend(tmp_path / "bindings")
+        monkeypatch.syspath_prepend(tmp_path)
 
     return install

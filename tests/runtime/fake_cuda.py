@@ -1,7 +1,7 @@
 """A CUDA driver without a GPU: memory is the host's, graphs are recorded, kernels are what a test makes of them.
 
-It is stricter than the real one: what is released twice or never made, a call in a thread without a context, and a copy
-beyond its block fail the test.
+It takes the place of `aotc.runtime.devices.driver.Driver` and is stricter than the real one: what ctypes would not pass on,
+what is released twice or never made, a call in a thread without a context, and a copy beyond its block fail the test.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+from aotc.runtime.devices import driver as api
 
 CODES = {
     1: "CUDA_ERROR_INVALID_VALUE", 2: "CUDA_ERROR_OUT_OF_MEMORY", 34: "CUDA_ERROR_STUB_LIBRARY",
@@ -27,14 +29,6 @@ ALLOCATING = (
 """Calls that take memory of the GPU or of the driver."""
 
 
-class Code(int):
-    """A CUresult."""
-
-    @property
-    def name(self) -> str:
-        return CODES[self]
-
-
 class FakeDriver:
     """What `aotc.runtime.devices` calls.
 
@@ -43,21 +37,9 @@ class FakeDriver:
     `arity` says how many arguments a kernel has. `trace` has copies and launches in order.
     """
 
-    CUdevice_attribute = SimpleNamespace(
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR=0, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR=1
-    )
-    CUfunction_attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
-    CUgraphDependencyType = SimpleNamespace(CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC=1)
-    CUDA_KERNEL_NODE_PARAMS = SimpleNamespace
-    CUtensorMapDataType = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16=9, CU_TENSOR_MAP_DATA_TYPE_FLOAT16=6)
-    CUtensorMapInterleave = SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE=0)
-    CUtensorMapSwizzle = SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_128B=3)
-    CUtensorMapL2promotion = SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_256B=3)
-    CUtensorMapFloatOOBfill = SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE=0)
-    cuuint64_t = cuuint32_t = int
-
     def __init__(self, capability: tuple[int, int] = (9, 0), gpus: int = 1, version: int = 13000, free: int = 1 << 34) -> None:
         self.capability, self.gpus, self.version, self.free = capability, gpus, version, free
+        self.multiprocessors = 132
         self.failing: dict[str, int] = {}
         self.faults: dict[str, int] = {}
         self.kernel: Callable[[str, list[int]], None] = lambda symbol, arguments: None
@@ -71,6 +53,8 @@ class FakeDriver:
         self.things: dict[int, str] = {}
         self.images: dict[int, bytes] = {}  # of modules
         self.graphs: dict[int, list[SimpleNamespace]] = {}  # by graph or executable
+        self.symbols: dict[int, str] = {}  # of kernels' handles
+        self.nodes: list[SimpleNamespace] = []
         self.edges: list[tuple[int, int]] = []  # (from_port, type)
         self.launched: list[int] = []
         self.uploaded: set[int] = set()
@@ -93,30 +77,27 @@ class FakeDriver:
         """Calls so far that took memory."""
         return sum(self.calls[name] for name in ALLOCATING)
 
-    @staticmethod
-    def CUgraphEdgeData() -> SimpleNamespace:  # noqa: N802 - the driver's name
-        return SimpleNamespace(from_port=0, type=0)
-
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("cu"):
+        if name not in api.FUNCTIONS:
             raise AttributeError(name)
 
-        def call(*arguments: Any) -> tuple[Any, ...]:
+        def call(*arguments: Any) -> Any:
+            _, _, types = api.FUNCTIONS[name]
+            for kind, argument in zip(types, arguments, strict=True):
+                kind.from_param(argument)
             with self._lock:
                 return self._call(name, arguments)
 
         return call
 
-    def _call(self, name: str, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _call(self, name: str, arguments: tuple[Any, ...]) -> Any:
         self.calls[name] += 1
-        if name in self.failing:
-            return (Code(self.failing[name]),)
-        if self.sticky and not name.startswith(_ANYWHERE):
-            return (Code(self.sticky),)
-        if not name.startswith(_ANYWHERE) and not getattr(self._current, "stack", None):
-            return (Code(201),)
-        result = getattr(self, f"do_{name}", lambda *_: None)(*arguments)
-        return (Code(0),) if result is None else (Code(0), *(result if isinstance(result, tuple) else (result,)))
+        code = self.failing.get(name, 0)
+        if not code and not name.startswith(_ANYWHERE):
+            code = self.sticky or (0 if getattr(self._current, "stack", None) else 201)
+        if code:
+            raise api.failure(name, code, CODES[code])
+        return getattr(self, f"do_{name}", lambda *_: 0)(*arguments)
 
     def _make(self, kind: str) -> int:
         number = next(self._numbers)
@@ -139,11 +120,15 @@ class FakeDriver:
         self.opened.append(ordinal)
         return 7
 
-    def do_cuDeviceGetName(self, size: int, device: int) -> bytes:  # noqa: N802
-        return b"Fake GPU\0\0"
+    def do_cuDeviceGetName(self, name: Any, size: int, device: int) -> None:  # noqa: N802
+        assert size == len(name)
+        name.value = b"Fake GPU"
 
     def do_cuDeviceGetAttribute(self, attribute: int, device: int) -> int:  # noqa: N802
-        return self.capability[attribute]
+        if attribute == api.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+            return self.multiprocessors
+        kinds = api.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, api.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR
+        return dict(zip(kinds, self.capability, strict=True))[attribute]
 
     def do_cuDevicePrimaryCtxRetain(self, device: int) -> int:  # noqa: N802
         self.contexts += 1
@@ -152,6 +137,9 @@ class FakeDriver:
     def do_cuDevicePrimaryCtxRelease(self, device: int) -> None:  # noqa: N802
         self.contexts -= 1
         assert self.contexts >= 0
+
+    def do_cuCtxSynchronize(self) -> None:  # noqa: N802
+        self._current.stack[-1]
 
     def do_cuCtxSetCurrent(self, context: int) -> None:  # noqa: N802
         self._current.stack = [context]
@@ -230,12 +218,15 @@ class FakeDriver:
     def do_cuModuleUnload(self, module: int) -> None:  # noqa: N802
         self._drop("module", module)
 
-    def do_cuModuleGetFunction(self, module: int, name: bytes) -> str:  # noqa: N802
+    def do_cuModuleGetFunction(self, module: int, name: bytes) -> int:  # noqa: N802
         assert name in self.images[module]
         self.functions.append(name.decode())
-        return name.decode()
+        handle = next(self._numbers)
+        self.symbols[handle] = name.decode()
+        return handle
 
-    def do_cuFuncSetAttribute(self, function: str, attribute: int, value: int) -> None:  # noqa: N802
+    def do_cuFuncSetAttribute(self, function: int, attribute: int, value: int) -> None:  # noqa: N802
+        assert function in self.symbols and attribute == 8
         self.shared.append(value)
 
     def do_cuGraphCreate(self, flags: int) -> int:  # noqa: N802
@@ -246,29 +237,36 @@ class FakeDriver:
     def do_cuGraphDestroy(self, graph: int) -> None:  # noqa: N802
         self._drop("graph", graph)
 
-    def do_cuGraphAddKernelNode(self, graph: int, before: None, count: int, params: SimpleNamespace) -> int:  # noqa: N802
+    def do_cuGraphAddKernelNode(self, graph: int, before: None, count: int, params: api.KernelNodeParams) -> int:  # noqa: N802
+        """A node is what the structure says at this moment, with the kernel's symbol for its handle."""
         assert params.kernelParams and params.gridDimX * params.gridDimY * params.gridDimZ > 0
-        count, maps = self.arity.get(params.func, 0), self.map_count.get(params.func, 0)
+        assert (params.extra, params.kern, params.ctx) == (None, None, None)
+        node = SimpleNamespace(**{name: getattr(params, name) for name, _ in params._fields_})
+        node.func = self.symbols[params.func]
+        count, maps = self.arity.get(node.func, 0), self.map_count.get(node.func, 0)
         places = (ctypes.c_uint64 * (count + maps)).from_address(params.kernelParams)
-        params.arguments = [ctypes.c_uint64.from_address(place).value for place in places[:count]]
-        params.maps = [list((ctypes.c_uint64 * 16).from_address(place)) for place in places[count:]]
-        self.graphs[graph].append(params)
-        return len(self.graphs[graph]) - 1
+        assert not any(place % 64 for place in places[count:])
+        node.arguments = [ctypes.c_uint64.from_address(place).value for place in places[:count]]
+        node.maps = [list((ctypes.c_uint64 * 16).from_address(place)) for place in places[count:]]
+        self.graphs[graph].append(node)
+        self.nodes.append(node)
+        return len(self.nodes)
 
     def do_cuTensorMapEncodeTiled(  # noqa: N802
-        self, kind: int, rank: int, address: int, sizes: list, strides: list, box: list, steps: list, *modes: int
-    ) -> SimpleNamespace:
+        self, place: int, kind: int, rank: int, address: int, sizes: Any, strides: Any, box: Any, steps: Any, *modes: int
+    ) -> None:
         """A map as 16 words: what the driver was told. The whole matrix must lie in memory."""
         (width, rows, blocks), (pitch, step) = sizes, strides
-        assert rank == 3 and steps == [1] * 3 and modes == (0, 3, 3, 0) and address % 16 == pitch % 16 == step % 16 == 0
+        assert rank == 3 and [*steps] == [1] * 3 and modes == (0, 3, 3, 0) and address % 16 == pitch % 16 == step % 16 == 0
         assert width == box[0] and box[0] * 2 == step == 128 and box[1] <= 256 and pitch == step * blocks
-        assert self._holds(self.blocks, address, pitch * rows)
-        words = (ctypes.c_uint64 * 16)(kind, address, rows, width * blocks, *box)
-        return SimpleNamespace(getPtr=lambda: ctypes.addressof(words))
+        assert self._holds(self.blocks, address, pitch * rows) and place % 64 == 0
+        (ctypes.c_uint64 * 16).from_address(place)[:7] = (kind, address, rows, width * blocks, *box)
 
-    def do_cuGraphAddDependencies(self, graph: int, before: list, after: list, edges: list, count: int) -> None:  # noqa: N802
-        assert after[0] == before[0] + 1, "a chain"
-        self.edges.append((edges[0].from_port, edges[0].type))
+    def do_cuGraphAddDependencies(self, graph: int, before: Any, after: Any, edges: Any, count: int) -> None:  # noqa: N802
+        chain = [self.nodes[number - 1] for number in (*before[:count], after[count - 1])]
+        assert [*before[1:count]] == [*after[: count - 1]] and all(a is b for a, b in zip(chain, self.graphs[graph], strict=True))
+        assert not any(e.to_port or any(e.reserved) for e in edges)
+        self.edges += [(e.from_port, e.type) for e in edges]
 
     def do_cuGraphInstantiate(self, graph: int, flags: int) -> int:  # noqa: N802
         executable = self._make("executable")

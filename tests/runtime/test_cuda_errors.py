@@ -38,28 +38,6 @@ def test_what_is_missing_is_said(gpu, fake_driver, options, init, message):
     assert "\n" not in str(caught.value) and driver.everything == {}
 
 
-def test_without_a_driver_or_its_bindings(use_driver, fake_driver, monkeypatch):
-    driver = fake_driver()
-    monkeypatch.setattr(driver, "cuInit", missing, raising=False)
-    with pytest.raises(DeviceError, match=r"there is no NVIDIA driver here \(libcuda.so.1 does not load\)"):
-        aotc.runtime.devices.cuda.CudaDevice()
-    monkeypatch.setattr("importlib.import_module", lambda name: missing(name, error=ImportError))
-    with pytest.raises(DeviceError, match=r"needs cuda-bindings: pip install 'aotc\[cuda\]'"):
-        aotc.runtime.devices.cuda.CudaDevice()
-
-
-def missing(name, error=RuntimeError):
-    raise error(f'Function "{name}" not found')
-
-
-def test_a_function_that_the_driver_lacks(cuda_artifact, gpu, monkeypatch):
-    device, driver = gpu()
-    monkeypatch.setattr(driver, "cuGraphAddDependencies", lambda *_: missing("cuGraphAddDependencies_v2"), raising=False)
-    with pytest.raises(DeviceError, match=r"driver is too old \(Function \"cuGraphAddDependencies_v2\" not found\): install"):
-        CudaExecutor(cuda_artifact, 1, device)
-    assert driver.everything == {}
-
-
 def test_another_architecture_is_refused_with_what_is_inside(cuda_artifact, gpu):
     device, driver = gpu(capability=(12, 0))
     message = r"was compiled for sm80, sm90; this GPU is sm120 \(Fake GPU\): compile the model again with --arch sm120"

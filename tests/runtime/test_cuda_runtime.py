@@ -217,6 +217,6 @@ def test_bench_startup_lists_the_parts_that_overlap(cuda_artifact, install_drive
     parts = ["process_ms", "imports_ms", "open_ms", "load_ms", "tokenizer_ms", "first_token_ms"]
     assert list(result) == ["bench", "artifact", "runs", "start_ms", *parts, "beside"]
     assert abs(sum(result[p] for p in parts) - result["start_ms"]) < 0.1
-    beside = ["wait", "tokenizer", "bindings", "driver", "context", "modules", "graphs", "weights"]
+    beside = ["wait", "tokenizer", "driver", "context", "modules", "graphs", "weights"]
     assert list(result["beside"]) == [f"{name}_ms" for name in beside]
     assert all(0 <= value < result["start_ms"] for value in result["beside"].values())

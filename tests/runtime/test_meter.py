@@ -3,7 +3,6 @@ under Triton's interpreter."""
 
 import ctypes
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from aotc.frontend.decoder import trace_decoder
 from aotc.harness import relative_error
 from aotc.ir.interpret import interpret
 from aotc.meter import LAUNCHES, LEAST_CALLS, MOST_CALLS, copies_of, open_meter, step_dims
+from aotc.runtime.devices.driver import CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE
 from aotc.tuner import Trial, jobs_of
 
 SYMBOL_CUBIN = b"\x7fELF"
@@ -26,8 +26,6 @@ SYMBOL_CUBIN = b"\x7fELF"
 
 class Driver(FakeDriver):
     """Graphs of one kernel run interpreted; longer ones, which are timed, only count."""
-
-    CUdevice_attribute = SimpleNamespace(**vars(FakeDriver.CUdevice_attribute), CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE="L2")
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -38,7 +36,7 @@ class Driver(FakeDriver):
         self.arity[source.symbol], self.map_count[source.symbol] = len(source.signature) + 2, len(source.maps)
 
     def do_cuDeviceGetAttribute(self, attribute, device):
-        return 1 << 10 if attribute == "L2" else super().do_cuDeviceGetAttribute(attribute, device)
+        return 1 << 10 if attribute == CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE else super().do_cuDeviceGetAttribute(attribute, device)
 
     def do_cuGraphLaunch(self, executable, stream):
         nodes = self.graphs[executable]
