@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -52,6 +53,8 @@ def main() -> None:
     parser.add_argument("--no-check", action="store_true", help="times only")
     parser.add_argument("--peer", action="store_true", help="torch.compile beside it at batch 1, in a process of its own")
     parser.add_argument("--profile", action="store_true", help="time of each kernel of the decode step")
+    parser.add_argument("--keep", type=Path, help="folder to keep the artifacts in, each as NAME/artifact")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json for the artifacts, so that they can answer texts")
     parser.add_argument("--json", help="append results to this file")
     options = parser.parse_args()
     limit = read_limit()
@@ -77,9 +80,12 @@ def measure(name: str, limit: float, options: argparse.Namespace) -> None:
     config = MODELS[name] | ({"num_hidden_layers": options.layers} if options.layers else {})
     batches = [int(b) for b in options.batch.split(",")]
     with tempfile.TemporaryDirectory() as scratch:
-        source, folder = Path(scratch) / "source", Path(scratch) / "artifact"
-        source.mkdir()
+        place = options.keep / name if options.keep else Path(scratch)
+        source, folder = place / "source", place / "artifact"
+        source.mkdir(parents=True)
         (source / "config.json").write_text(json.dumps(config))
+        if options.tokenizer:
+            shutil.copy(options.tokenizer, source / "tokenizer.json")
         device = CudaDevice()
         arch = options.arch or "sm{}{}".format(*device.capability)
         begin = time.perf_counter()
