@@ -4,7 +4,7 @@ another as phases of one kernel, so that weights keep coming from one to the nex
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aotc.codegen.cuda.epilogue import Epilogue, has_form
@@ -21,16 +21,12 @@ if TYPE_CHECKING:
     from aotc.codegen.cuda.matmul import Layer
 
 DEPTH = 64  # elements of a row of a box: 128 bytes, which are swizzled
-WIDE = 48  # columns of a tile that beats `skinny` where it is alone
-SHALLOW = 4096  # the depth up to which fewer do
-MOST_WAVES = 1
 BY_COLUMNS = 112  # of a tile whose halves take a warpgroup as long as its latency
 STAGE_BYTES = 28 << 10  # where no wide tile says more
 MOST_STAGES = 32
 HELPERS = 4  # warps that copy and scale
 GROUPS = (2, 4)  # warpgroups that multiply
 OPEN_BYTES = 72 << 10  # of weights on their way to a multiprocessor: enough for the memory's latency
-CHAINS = 1
 MOST_AHEAD = 64  # columns of a warpgroup for which there are registers to load ahead what the epilogue reads
 
 
@@ -82,12 +78,10 @@ def fits(layer: Layer, rows: int) -> bool:
 
 
 def takes(layer: Layer, rows: int) -> bool:
-    """Whether this template computes a layer that stands alone: one that one wave of wide tiles covers, or of few steps.
-    Narrow tiles wait for one product after the other."""
+    """Whether this template computes a layer that stands alone: one that one wave of tiles covers."""
     if rows == 1 or not fits(layer, rows):
         return False
-    width = PHASE.rule("sm90", layer.shape)
-    return (width.n >= WIDE or layer.depth <= SHALLOW) and tiles_of(layer.shape, width.n) <= MOST_WAVES * PROGRAMS
+    return tiles_of(layer.shape, PHASE.rule("sm90", layer.shape).n) <= PROGRAMS
 
 
 def tiles_of(of: Linear, n: int) -> int:
@@ -115,7 +109,7 @@ def cost(of: Linear, n: int, groups: int = 2) -> float:
     """Cycles, about. Of a step of 64: products at 2048 multiplications a cycle, but no less than the latency of one a
     warpgroup; x from L2 at 64 bytes a cycle, w from memory at 20. Then what a wave takes to begin and end."""
     x, w = _x_rows(of.rows) * DEPTH * 2, n * DEPTH * 2
-    latency = 220 if _by_columns(of, n, groups) else 220 / groups
+    latency = 220 if _by_columns(of, n, groups) else 110 / groups  # two products at a time
     step = max(2 * n, x / 64 + w / 20, latency)
     return -(-tiles_of(of, n) // PROGRAMS) * (-(-of.depth // DEPTH) * step + 10 * n) + 3000
 
@@ -218,5 +212,5 @@ def phases(frame: Frame, layers: Sequence[Layer]) -> Source:
         frame, "chain", (blocks, 1, 1), 4 * made.groups + HELPERS, made.stages, made.shared_bytes, tuple(maps),
         counter_bytes=4 * len(layers) if len(layers) > 1 else 0, more_head="".join(f"\n{p}" for p in products),
         together=len(layers) > 1, m=SYNTAX.size(layers[0].rows), element=element, groups=made.groups, stages=made.stages,
-        stage_bytes=made.stage_bytes, x_rows=made.x_rows, max_rows=rows, phases=hooks, open_bytes=OPEN_BYTES, chains=CHAINS,
+        stage_bytes=made.stage_bytes, x_rows=made.x_rows, max_rows=rows, phases=hooks, open_bytes=OPEN_BYTES,
     )  # fmt: skip

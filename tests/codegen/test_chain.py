@@ -1,6 +1,8 @@
 """Linear layers of few rows in CUDA C++ for Hopper, alone and as phases of one kernel: their source runs on the CPU, on
 emulated barriers, copies and products."""
 
+from dataclasses import replace
+
 import pytest
 import test_cuda_kernels as kernels
 from test_cuda_kernels import linear_graph
@@ -75,7 +77,7 @@ def forced(monkeypatch):
 
         def small(*given):
             made = real(*given)
-            return made if stages is None else chain.replace(made, stages=stages)
+            return made if stages is None else replace(made, stages=stages)
 
         if groups is not None:
             monkeypatch.setattr(chain, "GROUPS", (groups,))
@@ -136,3 +138,62 @@ def test_what_is_wrong_in_the_template_is_found(forced, broken, monkeypatch, rig
     broken(chain, right, wrong)
     with pytest.raises((AssertionError, DeviceError)):
         check(layer_graph(bf16, 33), 33, monkeypatch, most=2)  # the second kernel finds the counters as the first one leaves them
+
+
+@pytest.mark.parametrize(("bound", "rows", "h"), [(8, 5, 128), (64, 50, 64), (64, 64, 4160)])
+def test_norms_between_layers(forced, monkeypatch, bound, rows, h):
+    """The first layer adds up squares, the second one scales its sums."""
+    forced(8)
+    monkeypatch.setitem(kernels.SIZES, "m", rows)
+    assert kernels.check(kernels.layers_with_norm(bf16, bound, h, 64), arch="sm90") == ["matmul"] * 2
+
+
+@pytest.mark.parametrize("dtype", [bf16, f16])
+def test_leading_axes(monkeypatch, dtype):
+    monkeypatch.setitem(kernels.SIZES, "m", 3)
+    assert kernels.check(linear_graph(dtype, 4, 40, 64, "bias_residual", lead=(7,)), arch="sm90") == ["matmul"]
+
+
+@pytest.mark.parametrize("bound", [2, 32, 64])
+def test_phases_of_a_real_shape_assemble(bound):
+    """NVRTC takes the source; registers suffice, and all blocks are there at once."""
+    program = kernels.program_of(layer_graph(bf16, bound, 4096, 14336, 6144))
+    program = merge_phases(program, phases_of(program, "sm90"))
+    (source,) = render_program(program, "sm90", dim_order([program]), {}).values()
+    (cubin,) = compile_sources([source], "sm90").values()
+    assert (cubin.spill_bytes, source.grid, source.together, source.counter_bytes) == (0, (128, 1, 1), True, 16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "n", "k", "arch", "language"),
+    [
+        (bf16, 64, 6144, 64, "sm90", "cuda"), (f16, 2, 4096, 14336, "sm90", "cuda"), (bf16, 8, 2048, 8192, "sm90", "cuda"),
+        (bf16, 64, 128256, 64, "sm90", "triton"),  # several waves
+        (bf16, 1, 6144, 64, "sm90", "triton"), (f32, 8, 6144, 64, "sm90", "triton"), (bf16, 8, 6144, 60, "sm90", "triton"),
+        (bf16, 8, 6144, 64, "sm80", "triton"), (bf16, 8, 6144, 64, "sm100", "triton"),
+    ],
+)  # fmt: skip
+def test_which_layers_it_takes_alone(dtype, rows, n, k, arch, language):
+    program = kernels.program_of(linear_graph(dtype, rows, n, k, ""))
+    (source,) = render_program(program, arch, dim_order([program]), {}).values()
+    assert (source.language, source.together) == (language, False)
+
+
+@pytest.mark.parametrize("rows", [8, 32, 64])
+@pytest.mark.parametrize("h, inner, qkv", [(4096, 14336, 6144), (2048, 8192, 3072)])
+def test_the_rule_fills_the_card(rows, h, inner, qkv):
+    """Llama shapes: nearly one wave of tiles each, a ring of several stages within the shared memory."""
+    made = ((h, h, 1, 16), (inner, h, 2, 1), (h, inner, 1, 16), (qkv, h, 1, 1))
+    shapes = [Linear(rows, n, depth, parts, bf16, squares=squares) for n, depth, parts, squares in made]
+    widths = [every("sm90", of)[0].n for of in shapes]
+    for of, n in zip(shapes, widths, strict=True):
+        assert 0.7 < tiles_of(of, n) / 132 <= 1 and cost(of, n) == min(cost(of, w.n) for w in every("sm90", of))
+    for some in ([0, 1, 2, 3], [0], [1], [2], [3]):
+        made = ring("sm90", [shapes[i] for i in some], [widths[i] for i in some])
+        assert made.shared_bytes <= 227 << 10 and made.stages >= 4
+
+
+@pytest.mark.parametrize("n", [8, 24, 272, 0])
+def test_widths_that_the_template_does_not_take(n):
+    with pytest.raises(ValueError):
+        Width(n)
