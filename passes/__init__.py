@@ -31,6 +31,6 @@ PACKINGS = {
 
 __all__ = [
     "MODEL_PASSES", "PACKINGS", "PROGRAM_PASSES", "KVLayout", "canonicalize", "cone", "defer_norms", "fuse", "layout_kv", "lower",
-    "merge_dots", "merge_phases", "pack_weights", "place_barriers", "plan_memory", "raise_composites", "spell_out", "split_weights",
-    "turn_weights",
+    "merge_dots", "merge_phases", "pack_weights", "place_barriers", "plan_memory", "raise_composites", "spell_out",
+    "split_weights", "turn_weights",
 ]  # fmt: skip

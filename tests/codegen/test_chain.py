@@ -1,21 +1,21 @@
 """Linear layers of few rows in CUDA C++ for Hopper, alone and as phases of one kernel: their source runs on the CPU, on
 emulated barriers, copies and products."""
 
+import dataclasses
+
 import pytest
 import test_cuda_kernels as kernels
 from test_cuda_kernels import linear_graph
 
 from aotc.codegen.cuda import chain
-from aotc.codegen.cuda.build import compile_sources
-from aotc.codegen.cuda.chain import Width, cost, every, ring, tiles_of
+from aotc.codegen.cuda.chain import Width
 from aotc.codegen.cuda.fake_device import run_program
-from aotc.codegen.cuda.launch import dim_order, phases_of, render_program
-from aotc.codegen.cuda.schedule import Linear
+from aotc.codegen.cuda.launch import phases_of
 from aotc.codegen.cuda.tables import Family
 from aotc.errors import DeviceError
 from aotc.harness import relative_error
 from aotc.ir.builder import Builder
-from aotc.ir.dtypes import bf16, f16, f32
+from aotc.ir.dtypes import bf16, f32
 from aotc.ir.graph import TensorType
 from aotc.ir.interpret import interpret
 from aotc.ir.ops.composite import NormAttrs
@@ -75,7 +75,7 @@ def forced(monkeypatch):
 
         def small(*given):
             made = real(*given)
-            return made if stages is None else chain.replace(made, stages=stages)
+            return made if stages is None else dataclasses.replace(made, stages=stages)
 
         if groups is not None:
             monkeypatch.setattr(chain, "GROUPS", (groups,))
