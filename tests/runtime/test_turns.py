@@ -214,7 +214,8 @@ def test_a_device_that_is_collected_in_the_middle_of_a_launch(driver, when):
     first, second, _kept = program(stays), program(goes), program(third)
     launched(driver, first, second)
     goes._cycle = second
-    times = iter(range(9))
+    a, b, times = stays.stream, goes.stream, iter(range(9))
+    driver.said.clear()
     driver.meanwhile = lambda: gc.collect() if next(times) == when else None
     gc.disable()
     try:
@@ -225,7 +226,7 @@ def test_a_device_that_is_collected_in_the_middle_of_a_launch(driver, when):
     finally:
         gc.enable()
     assert not thread.is_alive(), "it waits for itself"
-    assert [said[0] for said in driver.said[-3:]] == ["wait", "launch", "record"]
+    assert driver.said == [("wait", a, b), ("launch", a), ("record", a)]
     assert driver.live["event"] == 2
 
 
