@@ -131,6 +131,14 @@ def test_a_buffer_that_is_seen_as_two_shapes_ends_a_run():
     assert program.body[0].outputs[-1] == program.body[1].inputs[0], "there is no copy"
 
 
+def test_another_run_may_see_it_as_another_shape():
+    g = Layers()
+    value = g.linears(g.x, 2)
+    first = g.linear(g.softmax(value))
+    halves = g.b.emit("reshape", value, attrs=ShapeAttrs((2 * M, WIDTH // 2)))
+    assert phases(merged(g.b.finish({"first": first, "second": g.linear(halves)}))) == [2, 0, 2]
+
+
 def test_a_branch_ends_a_run_and_has_runs_of_its_own():
     def side(name, count):
         g = Layers(name)
@@ -141,7 +149,7 @@ def test_a_branch_ends_a_run_and_has_runs_of_its_own():
 
     g = Layers()
     flag, value = g.b.input("flag", TensorType(bool_, ())), g.linears(g.x, 2)
-    attrs = IfAttrs(side("then", 3), side("orelse", 1))
+    attrs = IfAttrs(side("then", 3), side("orelse", 2))
     chosen = g.b.emit("if", flag, value, *(g.weight() for _ in range(3)), attrs=attrs)
     graph = g.b.finish({"y": g.linears(chosen, 2)})
     for taken in (True, False):
@@ -149,7 +157,7 @@ def test_a_branch_ends_a_run_and_has_runs_of_its_own():
         before, branch, after = program.body
         assert isinstance(branch, Branch)
         assert phases(program, (before, after)) == [2, 2]
-        assert (phases(program, branch.then)[0], phases(program, branch.orelse)[0]) == (3, 1)
+        assert (phases(program, branch.then)[0], phases(program, branch.orelse)[0]) == (3, 2)
 
 
 def test_equal_runs_are_one_kernel():
