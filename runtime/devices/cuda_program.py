@@ -104,7 +104,7 @@ class CudaProgram:
             graph = _Graph(self._instantiate(chain), symbol)
             for _ in range(2):
                 device.call("cuEventRecord", begin, device.stream)
-                device.call("cuGraphLaunch", graph.executable, device.stream)
+                self._in_turn(lambda graph=graph: device.call("cuGraphLaunch", graph.executable, device.stream))
                 device.call("cuEventRecord", end, device.stream)
                 self._wait_for(graph)
             times[symbol] = device.call("cuEventElapsedTime", begin, end) / len(chain)
@@ -115,10 +115,13 @@ class CudaProgram:
 
     def launch(self) -> None:
         """Starts the program in the device's stream. Inputs and dims must be there before, in stream order."""
+        self._in_turn(lambda: self._run(self._steps))
+
+    def _in_turn(self, launch: Callable[[], None]) -> None:
         if self._turns is None:
-            self._run(self._steps)
+            launch()
         else:
-            self._turns.run(self._device, lambda: self._run(self._steps))
+            self._turns.run(self._device, launch)
 
     def _run(self, steps: list[_Graph | _Branch]) -> None:
         device = self._device

@@ -6,46 +6,75 @@ and wait for the rest for ever; so programs that have such kernels run one after
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from aotc.errors import DeviceError
 from aotc.runtime.devices.driver import CU_EVENT_DISABLE_TIMING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from aotc.runtime.devices.cuda import CudaDevice
+    from aotc.runtime.devices.driver import Driver
 
 
 class Turns:
-    """Of one GPU in this process. With one program's stream alone nothing is waited for, and nothing is recorded."""
+    """Of one GPU in this process. With one stream alone nothing is waited for, and nothing is recorded."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._busy = False
+        self._left: list[tuple[Driver, int]] = []
+        self._programs: Counter[int] = Counter()  # by stream
         self._events: dict[int, Any] = {}  # by stream: after its latest program
         self._latest: int | None = None
 
-    def join(self, device: CudaDevice) -> None:
-        """Notes a device's stream, in which such programs will run, until what the device made is given back."""
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """One thread at a time. A device may be collected in the middle, in this very thread: its streams are forgotten when
+        nobody looks at their events."""
         with self._lock:
-            stream = int(device.stream)
-            if stream in self._events:
-                return
-            device.call("cuCtxSynchronize")  # of what others launched while they were alone nothing is recorded
-            self._events[stream] = device.call("cuEventCreate", CU_EVENT_DISABLE_TIMING)
-        device.hold("cuEventDestroy", self._events[stream])
-        device.hold(self._leave, stream)
+            self._busy = True
+            try:
+                yield
+            finally:
+                while self._left:
+                    self._forget(*self._left.pop())
+                self._busy = False
 
-    def _leave(self, stream: int) -> None:
-        """What the stream had to do has ended."""
+    def join(self, device: CudaDevice) -> None:
+        """Notes a program that will run in a device's stream, until what the device made is given back."""
+        stream = int(device.stream)
+        with self._alone():
+            if stream not in self._events:
+                device.call("cuCtxSynchronize")  # of what others launched while they were alone nothing is recorded
+                self._events[stream] = device.call("cuEventCreate", CU_EVENT_DISABLE_TIMING)
+            self._programs[stream] += 1
+        device.hold(self._leave, (device.driver, stream))
+
+    def _leave(self, program: tuple[Driver, int]) -> None:
+        """What the program had to do has ended."""
         with self._lock:
-            del self._events[stream]
-            if self._latest == stream:
-                self._latest = None
+            self._left.append(program)
+            if not self._busy:
+                with self._alone():
+                    pass
+
+    def _forget(self, driver: Driver, stream: int) -> None:
+        self._programs[stream] -= 1
+        if self._programs[stream]:
+            return
+        if self._latest == stream:
+            self._latest = None
+        with contextlib.suppress(DeviceError):  # after a device error all of it fails
+            driver.cuEventDestroy(self._events.pop(stream))
 
     def run(self, device: CudaDevice, launch: Callable[[], None]) -> None:
         """Launches a program when those of other streams have ended."""
-        with self._lock:
+        with self._alone():
             if len(self._events) == 1:
                 launch()
                 return
@@ -62,7 +91,7 @@ _guard = threading.Lock()
 
 
 def turns_of(device: CudaDevice) -> Turns:
-    """Those of a device's context, which its stream joins."""
+    """Those of a device's context, which a program in its stream joins."""
     with _guard:
         turns = _all.setdefault(int(device.context), Turns())
     turns.join(device)

@@ -165,6 +165,12 @@ class FakeDriver:
     def do_cuEventDestroy(self, event: int) -> None:  # noqa: N802
         self._drop("event", event)
 
+    def do_cuEventRecord(self, event: int, stream: int) -> None:  # noqa: N802
+        assert self.things[event] == "event" and self.things[stream] == "stream"
+
+    def do_cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:  # noqa: N802
+        assert self.things[event] == "event" and self.things[stream] == "stream"
+
     def do_cuEventElapsedTime(self, begin: int, end: int) -> float:  # noqa: N802
         return 1.0
 
