@@ -35,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
         if len(targets) != 1 or targets[0].device != "cuda":
             raise RequestError(f"--arch {options.arch}: schedules are measured for one GPU architecture, say native")
         arch = targets[0].name
+    if options.persistent_kernel == "on":
+        raise RequestError("--persistent-kernel on does not apply to tune, which measures layers alone: leave it out")
     if not options.budget > 0:
         raise RequestError(f"--budget {options.budget:g}: seconds, more than 0")
     from aotc import meter as meters

@@ -20,7 +20,8 @@ KEPT = Path(__file__).resolve().parents[1] / "end_to_end" / "artifact_format_1"
 
 FLAGS = {
     "compile": "--arch --output --dtype --max-model-len --max-num-seqs --max-num-batched-tokens --weights --revision "
-    "--dim --batch-sizes --quiet --schedules --workspace-size --batch-invariant MODEL",
+    "--dim --batch-sizes --quiet --schedules --workspace-size --batch-invariant "
+    "--persistent-kernel MODEL",
     "tune": "--arch --programs --budget --output --force --dtype --max-model-len --max-num-seqs --weights --quiet MODEL",
     "run": "--prompt --raw --max-tokens --temperature --top-p --top-k --seed --json DIR",
     "serve": "--host --port --served-model-name --api-key --max-num-seqs --max-num-queued-reqs --shutdown-timeout "
@@ -230,10 +231,25 @@ def test_options_out_of_range(refused, reached, made_checkpoint, options, part):
     refused(made_checkpoint, part, options=options.split())
 
 
-def test_options_of_other_models(refused, onnx_files):
+@pytest.mark.parametrize("arch", ["cpu", "sm80", "sm90,sm80", "x86-64-v3,sm90"])
+def test_a_persistent_kernel_is_for_one_architecture(refused, reached, made_checkpoint, arch):
+    options = ["--arch", arch, "--persistent-kernel", "on"]
+    refused(made_checkpoint, "--persistent-kernel on is for sm90: leave it out, or the others out of --arch", options=options)
+    refused(made_checkpoint, reached, options=["--arch", arch, "--persistent-kernel", "off"])
+    refused(made_checkpoint, reached, options=["--arch", "sm90", "--persistent-kernel", "on"])
+
+
+def test_options_of_other_models(refused, onnx_files, tmp_path):
+    encoder = tmp_path / "encoder"
+    encoder.mkdir()
+    (encoder / "config.json").write_text('{"model_type": "bert"}')
     for options in ("--dtype bf16", "--max-model-len 8", "--weights random:1", "--revision main"):
         flag = options.split()[0]
         refused(onnx_files[0], f"{flag} does not apply to an ONNX model: leave it out", options=options.split())
+    for kernel in ("on", "off"):
+        options = ["--arch", "sm90", "--persistent-kernel", kernel]
+        refused(onnx_files[0], "--persistent-kernel does not apply to an ONNX model: leave it out", options=options)
+        refused(encoder, "--persistent-kernel does not apply to a text encoder: leave it out", options=options)
     refused(onnx_files[0], "--dim batch: write NAME=LO..HI", options=["--dim", "batch"])
     assert parse_dims(["a=2", "b=1..8"]) == {"a": (2, 2), "b": (1, 8)}
 

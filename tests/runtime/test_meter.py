@@ -58,7 +58,7 @@ EVEN = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "
 
 @pytest.fixture(scope="module", params=[{}, EVEN], ids=["odd", "even"])
 def jobs(request, tmp_path_factory, tiny_config):
-    """Of a model whose layers have any depth, or one that `wgmma` takes."""
+    """Of a model whose layers have any depth, or one that `chain` takes."""
     folder = tmp_path_factory.mktemp("meter")
     (folder / "config.json").write_text(json.dumps({**tiny_config, "num_hidden_layers": 1, **request.param}))
     model = trace_decoder(open_checkpoint(str(folder), weights="random:1"), "bf16", 64)
@@ -81,7 +81,7 @@ def driver(use_driver, monkeypatch):
 
 def job_of(jobs, start):
     """The first job of a family, `skinny` or what takes its place."""
-    starts = (start, start.replace("skinny", "wgmma"))
+    starts = (start, start.replace("skinny", "phase"))
     return next(j for j in jobs if j.key.startswith(starts))
 
 
