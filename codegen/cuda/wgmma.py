@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aotc.codegen.cuda.epilogue import Epilogue, has_form
 from aotc.codegen.cuda.frame import Source, TensorMap, environment
@@ -91,7 +91,8 @@ def wgmma(layer: Layer) -> Source:
     """The source of a layer."""
     frame, (x, w) = layer.frame, layer.dot.inputs
     tile = WGMMA.choose(frame.setting, layer.shape)
-    element, hooks = x.type.dtype.name, layer.hooks(tile) | {"m": SYNTAX.size(layer.rows)}
+    element = x.type.dtype.name
+    hooks: dict[str, Any] = layer.hooks(tile) | {"m": SYNTAX.size(layer.rows)}
     maps = (
         TensorMap(frame.place(x), element, layer.most, layer.depth, ROWS, 1),
         TensorMap(frame.place(w), element, w.type.ints[0], layer.depth, tile.n // layer.parts, 1),
