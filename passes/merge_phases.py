@@ -39,7 +39,7 @@ def merge_phases(program: Program, phase: Phase, most: int = MOST) -> Program:
                 done.append(replace(step, then=walk(step.then), orelse=walk(step.orelse)))
                 continue
             kind = kinds[step.kernel]
-            if kind is None or kind != run.kind or not run.takes(step):
+            if kind != run.kind or not run.takes(step):
                 end_run()
             if kind is None:
                 done.append(step)
