@@ -82,7 +82,7 @@ def measure(name: str, limit: float, options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         place = options.keep / name if options.keep else Path(scratch)
         source, folder = place / "source", place / "artifact"
-        source.mkdir(parents=True)
+        source.mkdir(parents=True, exist_ok=True)
         (source / "config.json").write_text(json.dumps(config))
         if options.tokenizer:
             shutil.copy(options.tokenizer, source / "tokenizer.json")

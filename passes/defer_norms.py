@@ -20,6 +20,7 @@ from aotc.ir.ops.elementwise import ConvertAttrs
 from aotc.ir.ops.shape import BroadcastAttrs
 from aotc.ir.sizes import product, upper_bound
 from aotc.ir.templates import Templates
+from aotc.passes.fuse import is_layer
 
 TYPES = (bf16, f32)
 SUMS = 128  # of a row, about: few to add up again, and of few enough columns for narrow tiles
@@ -27,13 +28,14 @@ SUMS = 128  # of a row, about: few to add up again, and of few enough columns fo
 
 def defer_norms(graph: Graph, templates: Templates) -> Graph:
     """The graph with the norms of more rows than `matmul` normalises itself moved behind its product."""
-    users = graph.users()
-    made = {_made(n, users) for n in graph.nodes if templates.linear(n)}
+    users, computed = graph.users(), graph.producers()
+
+    made = {_made(n, users) for n in graph.nodes if is_layer(n, templates, computed)}
     deferred: dict[Node, Node] = {}  # norm -> the product of what it makes
     for node in graph.nodes:
         if node.op == "rms_norm" and node.inputs[0] in made and _can_wait(node, graph, templates):
             readers = users.get(node.out, [])
-            if len(readers) == 1 and templates.linear(readers[0]) and readers[0].inputs[0] is node.out:
+            if len(readers) == 1 and is_layer(readers[0], templates, computed) and readers[0].inputs[0] is node.out:
                 deferred[node] = readers[0]
     if not deferred:
         return graph

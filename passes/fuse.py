@@ -46,6 +46,12 @@ def is_packed_linear(node: Node) -> bool:
     return is_linear(node) and node.inputs[1].type.packing is not None
 
 
+def is_layer(node: Node, templates: Templates, producers: Mapping[Value, Node]) -> bool:
+    """Whether a node is a linear layer of a template's. What a kernel computed is no dense weight: on a GPU weights are
+    fetched before the kernel before has ended."""
+    return templates.linear(node) and (node.inputs[1] not in producers or node.inputs[1].type.packing is not None)
+
+
 PACKED = Templates(is_packed_linear, whole=frozenset({"self_attention"}))
 
 
@@ -64,7 +70,7 @@ class _Fuser:
 
     def run(self) -> Graph:
         for node in self.graph.nodes:
-            if self.templates.linear(node):
+            if is_layer(node, self.templates, self.producer):
                 self._grow_epilogue(node)
             elif node.op == "attention" and self.templates.attention_decode:
                 self._join_append(node)

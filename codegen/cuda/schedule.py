@@ -53,7 +53,8 @@ class Linear:
     squares: int = 1
 
     def __str__(self) -> str:
-        return f"{self.rows} {self.n}x{self.depth}x{self.parts} {self.dtype.name}{' norm' * self.norm}"
+        squares = f" squares {self.squares}" if self.squares > 1 else ""
+        return f"{self.rows} {self.n}x{self.depth}x{self.parts} {self.dtype.name}{' norm' * self.norm}{squares}"
 
     def stage_bytes(self, tile: Tile) -> int:
         """Shared memory of a stage: a block of x, and of each part of the weight."""

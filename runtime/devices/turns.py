@@ -7,6 +7,7 @@ and wait for the rest for ever; so programs that have such kernels run one after
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -81,13 +82,26 @@ class Turns:
             stream = int(device.stream)
             if self._latest not in (None, stream):
                 device.call("cuStreamWaitEvent", device.stream, self._events[self._latest], 0)
-            launch()
-            device.call("cuEventRecord", self._events[stream], device.stream)
-            self._latest = stream
+            try:
+                launch()
+            finally:  # a part of it may run
+                device.call("cuEventRecord", self._events[stream], device.stream)
+                self._latest = stream
 
 
 _all: dict[int, Turns] = {}
 _guard = threading.Lock()
+
+
+def _begin_anew() -> None:
+    """In a forked process, where nothing of a GPU can be used, whoever held a lock is gone."""
+    global _guard
+    _guard = threading.Lock()
+    for turns in _all.values():
+        turns._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def turns_of(device: CudaDevice) -> Turns:

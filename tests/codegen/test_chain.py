@@ -197,3 +197,19 @@ def test_the_rule_fills_the_card(rows, h, inner, qkv):
 def test_widths_that_the_template_does_not_take(n):
     with pytest.raises(ValueError):
         Width(n)
+
+
+def test_a_computed_weight_is_no_weight():
+    """Weights are fetched before the kernel before has ended, and before a phase begins: what a kernel makes is none."""
+    m, dot = symbol("m"), DotAttrs((1,), (1,))
+    b = Builder("computed_weight", (Dim("m", 1, 8),))
+    a, w0 = b.input("a", TensorType(bf16, (256, 128))), b.input("w0", TensorType(bf16, (192, 128)))
+    x = b.input("x", TensorType(bf16, (m, 192)))
+    graph = b.finish({"y": b.emit("dot_general", x, b.emit("dot_general", a, w0, attrs=dot), attrs=dot)})
+    program = kernels.program_of(graph)
+    assert [program.kernels[c.kernel].family for c in program.calls()] == ["matmul", "loops"]
+
+
+def test_the_key_of_a_schedule_has_all_that_it_depends_on():
+    one, other = (Linear(16, 5120, 1024, 1, bf16, squares=squares) for squares in (1, 64))
+    assert every("sm90", one)[0] != every("sm90", other)[0] and chain.PHASE.key(one) != chain.PHASE.key(other)

@@ -2,6 +2,8 @@
 driver that records."""
 
 import gc
+import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -258,3 +260,43 @@ def test_threads_never_come_between_a_wait_and_its_record(driver):
         assert next(said) == ("record", step[1])
         before, count = step[1], count + 1
     assert count == 100
+
+
+def test_a_launch_that_fails_half_way_is_waited_for(driver):
+    """A part of it may run."""
+    first, second = CudaDevice(), CudaDevice()
+    both = turns.turns_of(first)
+    turns.turns_of(second)
+    driver.said.clear()
+
+    def fail():
+        raise DeviceError("out of memory")
+
+    with pytest.raises(DeviceError, match="out of memory"):
+        both.run(first, fail)
+    both.run(second, lambda: None)
+    a, b = int(first.stream), int(second.stream)
+    assert driver.said == [("record", a), ("wait", b, a), ("record", b)]
+
+
+def test_a_forked_process_has_locks_of_its_own(driver):
+    device = CudaDevice()
+    both = turns.turns_of(device)
+    held, go = threading.Event(), threading.Event()
+
+    def launch():
+        held.set()
+        go.wait(10)
+
+    thread = threading.Thread(target=lambda: both.run(device, launch))
+    thread.start()
+    held.wait(10)
+    child = os.fork()
+    if not child:
+        signal.alarm(5)
+        both._leave((device.driver, int(device.stream)))
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    go.set()
+    thread.join()
+    assert status == 0
