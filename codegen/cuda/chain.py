@@ -25,7 +25,7 @@ BY_COLUMNS = 112  # of a tile whose halves take a warpgroup as long as its laten
 STAGE_BYTES = 28 << 10  # where no wide tile says more
 MOST_STAGES = 32
 HELPERS = 4  # warps that copy and scale
-GROUPS = (2, 4)  # warpgroups that multiply
+GROUPS = 2  # warpgroups that multiply
 OPEN_BYTES = 72 << 10  # of weights on their way to a multiprocessor: enough for the memory's latency
 MOST_AHEAD = 64  # columns of a warpgroup for which there are registers to load ahead what the epilogue reads
 
@@ -43,7 +43,8 @@ class Width:
 
 @dataclass(frozen=True)
 class Tile:
-    """Of a phase: columns, the depth of a stage, whether warpgroups share the columns or the depth of it."""
+    """Of a phase: columns, the depth of a stage, whether warpgroups share the columns or the depth of it; `own` columns of a
+    warpgroup's product."""
 
     n: int
     k: int
@@ -52,17 +53,16 @@ class Tile:
     def stage_bytes(self, x_rows: int) -> int:
         return (x_rows + self.n) * self.k * 2
 
-    def own(self, groups: int) -> int:
-        """Columns of a warpgroup's product."""
-        return self.n // groups if self.by_columns else self.n
+    @property
+    def own(self) -> int:
+        return self.n // GROUPS if self.by_columns else self.n
 
 
 @dataclass(frozen=True)
 class Ring:
-    """What the phases of a kernel share: warpgroups, rows of x that are copied (groups of 8, which are swizzled together),
-    stages, shared memory."""
+    """What the phases of a kernel share: rows of x that are copied (groups of 8, which are swizzled together), stages, shared
+    memory."""
 
-    groups: int
     x_rows: int
     stage_bytes: int
     stages: int
@@ -93,23 +93,24 @@ def _x_rows(rows: int) -> int:
     return -(-rows // 8) * 8
 
 
-def _by_columns(of: Linear, n: int, groups: int) -> bool:
-    return of.parts == 2 or n >= BY_COLUMNS and n % (8 * groups) == 0 and n // groups % of.squares == 0
+def _by_columns(of: Linear, n: int) -> bool:
+    return of.parts == 2 or n >= BY_COLUMNS and n % (8 * GROUPS) == 0 and n // GROUPS % of.squares == 0
 
 
-def _wrong_for(of: Linear, n: int, groups: int) -> str:
-    """Why warpgroups can't share tiles of so many columns, or nothing."""
-    share = n // of.parts // groups if _by_columns(of, n, groups) else n // of.parts
-    if share * of.parts * (groups if _by_columns(of, n, groups) else 1) != n or share % 8:
-        return f"n must be a multiple of {8 * of.parts * groups}, which warpgroups share"
+def _wrong(of: Linear, width: Width) -> str:
+    """Why warpgroups can't share tiles of such a width, or nothing."""
+    shares = of.parts * (GROUPS if _by_columns(of, width.n) else 1)
+    share = width.n // shares
+    if share * shares != width.n or share % 8:
+        return f"n must be a multiple of {8 * of.parts * GROUPS}, which warpgroups share"
     return f"n must be a multiple of {of.squares}, whose squares are added up" if share % of.squares else ""
 
 
-def cost(of: Linear, n: int, groups: int = 2) -> float:
+def cost(of: Linear, n: int) -> float:
     """Cycles, about. Of a step of 64: products at 2048 multiplications a cycle, but no less than the latency of one a
     warpgroup; x from L2 at 64 bytes a cycle, w from memory at 20. Then what a wave takes to begin and end."""
     x, w = _x_rows(of.rows) * DEPTH * 2, n * DEPTH * 2
-    latency = 220 if _by_columns(of, n, groups) else 110 / groups  # two products at a time
+    latency = 220 if _by_columns(of, n) else 110 / GROUPS  # two products at a time
     step = max(2 * n, x / 64 + w / 20, latency)
     return -(-tiles_of(of, n) // PROGRAMS) * (-(-of.depth // DEPTH) * step + 10 * n) + 3000
 
@@ -117,8 +118,8 @@ def cost(of: Linear, n: int, groups: int = 2) -> float:
 def every(arch: str, of: Linear) -> list[Width]:
     """All widths of a layer, the cheapest first; those of equal cost by fewer columns."""
     most = min(-(-of.n * of.parts // 16) * 16, 256)
-    fit = [n for n in range(16, 257, 16) if (n <= most or n <= 32) and not _wrong_for(of, n, 2)]
-    return [Width(n) for n in sorted(fit, key=lambda n: (cost(of, n), n))]
+    widths = [Width(n) for n in range(16, 257, 16) if n <= most or n <= 32]
+    return sorted((w for w in widths if not _wrong(of, w)), key=lambda w: (cost(of, w.n), w.n))
 
 
 def _rule(arch: str, of: Linear) -> Width:
@@ -129,28 +130,24 @@ def _candidates(arch: str, of: Linear) -> Iterator[Width]:
     yield from every(arch, of)
 
 
-PHASE = Family("phase", Width, _rule, _candidates, lambda of, width: _wrong_for(of, width.n, 2))
+PHASE = Family("phase", Width, _rule, _candidates, _wrong)
 
 
 def ring(arch: str, shapes: Sequence[Linear], widths: Sequence[int]) -> Ring:
-    """The ring for phases of these widths: four warpgroups where narrow tiles would wait for two, as many stages as fit."""
-    pairs = list(zip(shapes, widths, strict=True))
-    fit = [g for g in GROUPS if not any(_wrong_for(of, n, g) for of, n in pairs)]
-    groups = min(fit, key=lambda g: sum(cost(of, n, g) for of, n in pairs))
-    x_rows = _x_rows(shapes[0].rows)
-    wide = [Tile(n, DEPTH, True) for of, n in pairs if _by_columns(of, n, groups)]
-    most = max((t.stage_bytes(x_rows) for t in wide), default=STAGE_BYTES)
+    """The ring for phases of these widths: stages as large as those of the widest tile, as many of them as fit."""
+    x_rows, step = _x_rows(shapes[0].rows), DEPTH * GROUPS
+    by_width = [(of, n, _by_columns(of, n)) for of, n in zip(shapes, widths, strict=True)]
+    most = max((Tile(n, DEPTH, True).stage_bytes(x_rows) for _, n, wide in by_width if wide), default=STAGE_BYTES)
     tiles = []
-    for of, n in pairs:
-        step = DEPTH * groups
+    for of, n, wide in by_width:
         deep = min(most // ((x_rows + n) * 2 * step), 512 // step, -(-of.depth // step))
-        tiles.append(Tile(n, DEPTH, True) if _by_columns(of, n, groups) else Tile(n, max(deep, 1) * step, False))
+        tiles.append(Tile(n, DEPTH, True) if wide else Tile(n, max(deep, 1) * step, False))
     stage = -(-max(t.stage_bytes(x_rows) for t in tiles) // 1024) * 1024
     row_warps = -(-x_rows // 16)
-    shares = max((groups - 1) * row_warps * 32 * t.n // 2 * 4 for t in tiles if not t.by_columns) if len(wide) < len(tiles) else 0
+    shares = max(((GROUPS - 1) * row_warps * 32 * t.n // 2 * 4 for t in tiles if not t.by_columns), default=0)
     rest = max(16 * len(tiles) + 256 + shares, (64 - x_rows) * DEPTH * 2)  # products read 64 rows of x
     stages = min((LIMITS[arch].shared_bytes - 1024 - rest) // (stage + 24), MOST_STAGES)
-    return Ring(groups, x_rows, stage, stages, 1024 + stages * (stage + 24) + rest, tuple(tiles))
+    return Ring(x_rows, stage, stages, 1024 + stages * (stage + 24) + rest, tuple(tiles))
 
 
 def chain(frame: Frame) -> Source:
@@ -200,17 +197,17 @@ def phases(frame: Frame, layers: Sequence[Layer]) -> Source:
     maps, hooks = list[TensorMap](), list[dict[str, Any]]()
     for layer, tile in zip(layers, made.tiles, strict=True):
         (x, w), blocks = layer.dot.inputs, tile.k // DEPTH
-        share = tile.own(made.groups) // layer.parts
+        share = tile.own // layer.parts
         maps.append(TensorMap(layer.frame.place(x), element, layer.most, layer.depth, made.x_rows, blocks))
         maps.append(TensorMap(layer.frame.place(w), element, w.type.ints[0], layer.depth, share, blocks))
         epilogue = Epilogue(layer, ahead=share <= MOST_AHEAD)
         hooks.append(layer.hooks(tile) | vars(epilogue) | {"by_columns": tile.by_columns})
     template = environment().get_template("wgmma_product.cu.j2")
-    products = [template.render(element=element, n=n) for n in sorted({t.own(made.groups) for t in made.tiles})]
+    products = [template.render(element=element, n=n) for n in sorted({t.own for t in made.tiles})]
     blocks = min(max(tiles_of(of, t.n) for of, t in zip(shapes, made.tiles, strict=True)), PROGRAMS)
     return source(
-        frame, "chain", (blocks, 1, 1), 4 * made.groups + HELPERS, made.stages, made.shared_bytes, tuple(maps),
+        frame, "chain", (blocks, 1, 1), 4 * GROUPS + HELPERS, made.stages, made.shared_bytes, tuple(maps),
         counter_bytes=4 * len(layers) if len(layers) > 1 else 0, more_head="".join(f"\n{p}" for p in products),
-        together=len(layers) > 1, m=SYNTAX.size(layers[0].rows), element=element, groups=made.groups, stages=made.stages,
+        together=len(layers) > 1, m=SYNTAX.size(layers[0].rows), element=element, groups=GROUPS, stages=made.stages,
         stage_bytes=made.stage_bytes, x_rows=made.x_rows, max_rows=rows, phases=hooks, open_bytes=OPEN_BYTES,
     )  # fmt: skip

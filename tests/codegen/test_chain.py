@@ -80,7 +80,7 @@ def forced(monkeypatch):
             return made if stages is None else replace(made, stages=stages)
 
         if groups is not None:
-            monkeypatch.setattr(chain, "GROUPS", (groups,))
+            monkeypatch.setattr(chain, "GROUPS", groups)
         monkeypatch.setattr(chain, "ring", small)
 
     return force
