@@ -27,28 +27,33 @@ MOST_STAGES = 32
 HELPERS = 4  # warps that copy and scale
 GROUPS = 2  # warpgroups that multiply
 OPEN_BYTES = 72 << 10  # of weights on their way to a multiprocessor: enough for the memory's latency
+SPLITS = (1, 2)  # blocks of a cluster: two always fit, as multiprocessors come in pairs
 MOST_AHEAD = 64  # columns of a warpgroup for which there are registers to load ahead what the epilogue reads
 
 
 @dataclass(frozen=True)
 class Width:
-    """Columns of a tile, both parts of a gated layer together. Raises ValueError for what the template does not take."""
+    """Columns of a tile, both parts of a gated layer together, and blocks that share its depth. Raises ValueError for what
+    the template does not take."""
 
     n: int
+    splits: int = 1
 
     def __post_init__(self) -> None:
-        if self.n not in range(16, 257, 16):
-            raise ValueError(f"n = {self.n} is not supported")
+        for name, taken in (("n", range(16, 257, 16)), ("splits", SPLITS)):
+            if getattr(self, name) not in taken:
+                raise ValueError(f"{name} = {getattr(self, name)} is not supported")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Of a phase: columns, the depth of a stage, whether warpgroups share the columns or the depth of it; `own` columns of a
-    warpgroup's product."""
+    """Of a phase: columns, the depth of a stage, whether warpgroups share the columns or the depth of it, blocks that share
+    the layer's; `own` columns of a warpgroup's product, of which it has `kept` in the end."""
 
     n: int
     k: int
     by_columns: bool
+    splits: int = 1
 
     def stage_bytes(self, x_rows: int) -> int:
         return (x_rows + self.n) * self.k * 2
@@ -56,6 +61,15 @@ class Tile:
     @property
     def own(self) -> int:
         return self.n // GROUPS if self.by_columns else self.n
+
+    @property
+    def kept(self) -> int:
+        return self.own // self.splits
+
+    def share_bytes(self, x_rows: int) -> int:
+        """Of the sums that warpgroups give one another: of the other block, and of those that keep none."""
+        slots = GROUPS * (self.splits - 1) + (0 if self.by_columns else GROUPS - 1)
+        return slots * -(-x_rows // 16) * 32 * self.kept // 2 * 4
 
 
 @dataclass(frozen=True)
@@ -81,7 +95,8 @@ def takes(layer: Layer, rows: int) -> bool:
     """Whether this template computes a layer that stands alone: one that one wave of tiles covers."""
     if rows == 1 or not fits(layer, rows):
         return False
-    return tiles_of(layer.shape, PHASE.rule("sm90", layer.shape).n) <= PROGRAMS
+    width = PHASE.rule("sm90", layer.shape)
+    return tiles_of(layer.shape, width.n) * width.splits <= PROGRAMS
 
 
 def tiles_of(of: Linear, n: int) -> int:
@@ -99,27 +114,31 @@ def _by_columns(of: Linear, n: int) -> bool:
 
 def _wrong(of: Linear, width: Width) -> str:
     """Why warpgroups can't share tiles of such a width, or nothing."""
-    shares = of.parts * (GROUPS if _by_columns(of, width.n) else 1)
+    shares = of.parts * (GROUPS if _by_columns(of, width.n) else 1) * width.splits
     share = width.n // shares
+    if width.splits > 1 and (of.parts > 1 or tiles_of(of, width.n) * width.splits > PROGRAMS):
+        return f"splits must be 1 for a gated layer, and where there are more than {PROGRAMS} blocks"
     if share * shares != width.n or share % 8:
-        return f"n must be a multiple of {8 * of.parts * GROUPS}, which warpgroups share"
+        return f"n must be a multiple of {8 * of.parts * GROUPS * width.splits}, which warpgroups share"
     return f"n must be a multiple of {of.squares}, whose squares are added up" if share % of.squares else ""
 
 
-def cost(of: Linear, n: int) -> float:
+def cost(of: Linear, width: Width) -> float:
     """Cycles, about. Of a step of 64: products at 2048 multiplications a cycle, but no less than the latency of one a
-    warpgroup; x from L2 at 64 bytes a cycle, w from memory at 20. Then what a wave takes to begin and end."""
+    warpgroup; x and w from L2 at 28 bytes a cycle, w from memory at 20. Then what a wave takes to begin and end."""
+    n, splits = width.n, width.splits
     x, w = _x_rows(of.rows) * DEPTH * 2, n * DEPTH * 2
     latency = 220 if _by_columns(of, n) else 110 / GROUPS  # two products at a time
-    step = max(2 * n, x / 64 + w / 20, latency)
-    return -(-tiles_of(of, n) // PROGRAMS) * (-(-of.depth // DEPTH) * step + 10 * n) + 3000
+    step = max(2 * n, (x + w) / 28, w / 20, latency)
+    waves, steps = -(-tiles_of(of, n) * splits // PROGRAMS), -(-of.depth // (DEPTH * splits))
+    return waves * (steps * step + 10 * n / splits) + 3000 + 1000 * (splits - 1)
 
 
 def every(arch: str, of: Linear) -> list[Width]:
-    """All widths of a layer, the cheapest first; those of equal cost by fewer columns."""
+    """All widths of a layer, the cheapest first; those of equal cost by fewer tiles."""
     most = min(-(-of.n * of.parts // 16) * 16, 256)
-    widths = [Width(n) for n in range(16, 257, 16) if n <= most or n <= 32]
-    return sorted((w for w in widths if not _wrong(of, w)), key=lambda w: (cost(of, w.n), w.n))
+    widths = [Width(n, splits) for splits in SPLITS for n in range(16, 257, 16) if n <= most or n <= 32]
+    return sorted((w for w in widths if not _wrong(of, w)), key=lambda w: (round(cost(of, w)), w.splits, -w.n))
 
 
 def _rule(arch: str, of: Linear) -> Width:
@@ -133,18 +152,17 @@ def _candidates(arch: str, of: Linear) -> Iterator[Width]:
 PHASE = Family("phase", Width, _rule, _candidates, _wrong)
 
 
-def ring(arch: str, shapes: Sequence[Linear], widths: Sequence[int]) -> Ring:
+def ring(arch: str, shapes: Sequence[Linear], widths: Sequence[Width]) -> Ring:
     """The ring for phases of these widths: stages as large as those of the widest tile, as many of them as fit."""
     x_rows, step = _x_rows(shapes[0].rows), DEPTH * GROUPS
-    by_width = [(of, n, _by_columns(of, n)) for of, n in zip(shapes, widths, strict=True)]
-    most = max((Tile(n, DEPTH, True).stage_bytes(x_rows) for _, n, wide in by_width if wide), default=STAGE_BYTES)
+    by_width = [(of, w.n, w.splits, _by_columns(of, w.n)) for of, w in zip(shapes, widths, strict=True)]
+    most = max((Tile(n, DEPTH, True).stage_bytes(x_rows) for _, n, _, wide in by_width if wide), default=STAGE_BYTES)
     tiles = []
-    for of, n, wide in by_width:
-        deep = min(most // ((x_rows + n) * 2 * step), 512 // step, -(-of.depth // step))
-        tiles.append(Tile(n, DEPTH, True) if wide else Tile(n, max(deep, 1) * step, False))
+    for of, n, splits, wide in by_width:
+        deep = min(most // ((x_rows + n) * 2 * step), 512 // step, -(-of.depth // (step * splits)))
+        tiles.append(Tile(n, DEPTH if wide else max(deep, 1) * step, wide, splits))
     stage = -(-max(t.stage_bytes(x_rows) for t in tiles) // 1024) * 1024
-    row_warps = -(-x_rows // 16)
-    shares = max(((GROUPS - 1) * row_warps * 32 * t.n // 2 * 4 for t in tiles if not t.by_columns), default=0)
+    shares = max(t.share_bytes(x_rows) for t in tiles)
     rest = max(16 * len(tiles) + 256 + shares, (64 - x_rows) * DEPTH * 2)  # products read 64 rows of x
     stages = min((LIMITS[arch].shared_bytes - 1024 - rest) // (stage + 24), MOST_STAGES)
     return Ring(x_rows, stage, stages, 1024 + stages * (stage + 24) + rest, tuple(tiles))
@@ -189,25 +207,34 @@ class PhaseFrame(Frame):
         return self._chain.place(self._outer[value])
 
 
+def _widths(setting: Setting, shapes: Sequence[Linear]) -> list[Width]:
+    """What is chosen for each; phases of one kernel do not share depths."""
+    chosen = [PHASE.choose(setting, of) for of in shapes]
+    if len(shapes) == 1:
+        return chosen
+    whole = [(w for w in (chosen[n], *every(setting.arch, of)) if w.splits == 1) for n, of in enumerate(shapes)]
+    return [next(widths) for widths in whole]
+
+
 def phases(frame: Frame, layers: Sequence[Layer]) -> Source:
     """The source of a kernel whose phases are these layers."""
     setting, rows = frame.setting, layers[0].frame.upper(layers[0].rows)
     element, shapes = layers[0].dot.inputs[0].type.dtype.name, [layer.shape for layer in layers]
-    made = ring(setting.arch, shapes, [PHASE.choose(setting, of).n for of in shapes])
+    made = ring(setting.arch, shapes, _widths(setting, shapes))
     maps, hooks = list[TensorMap](), list[dict[str, Any]]()
     for layer, tile in zip(layers, made.tiles, strict=True):
         (x, w), blocks = layer.dot.inputs, tile.k // DEPTH
         share = tile.own // layer.parts
         maps.append(TensorMap(layer.frame.place(x), element, layer.most, layer.depth, made.x_rows, blocks))
         maps.append(TensorMap(layer.frame.place(w), element, w.type.ints[0], layer.depth, share, blocks))
-        epilogue = Epilogue(layer, ahead=share <= MOST_AHEAD)
+        epilogue = Epilogue(layer, ahead=tile.kept // layer.parts <= MOST_AHEAD)
         hooks.append(layer.hooks(tile) | vars(epilogue) | {"by_columns": tile.by_columns})
-    template = environment().get_template("wgmma_product.cu.j2")
+    splits, template = made.tiles[0].splits, environment().get_template("wgmma_product.cu.j2")
     products = [template.render(element=element, n=n) for n in sorted({t.own for t in made.tiles})]
-    blocks = min(max(tiles_of(of, t.n) for of, t in zip(shapes, made.tiles, strict=True)), PROGRAMS)
+    blocks = min(max(tiles_of(of, t.n) * t.splits for of, t in zip(shapes, made.tiles, strict=True)), PROGRAMS)
     return source(
         frame, "chain", (blocks, 1, 1), 4 * GROUPS + HELPERS, made.stages, made.shared_bytes, tuple(maps),
         counter_bytes=4 * len(layers) if len(layers) > 1 else 0, more_head="".join(f"\n{p}" for p in products),
-        together=len(layers) > 1, m=SYNTAX.size(layers[0].rows), element=element, groups=GROUPS, stages=made.stages,
+        together=len(layers) > 1, cluster=splits, splits=splits, m=SYNTAX.size(layers[0].rows), element=element, groups=GROUPS, stages=made.stages,
         stage_bytes=made.stage_bytes, x_rows=made.x_rows, max_rows=rows, phases=hooks, open_bytes=OPEN_BYTES,
     )  # fmt: skip

@@ -42,9 +42,9 @@ class Tile:
                 raise ValueError(f"{name} = {getattr(self, name)} is not supported")
 
     def shared_bytes(self, of: Heads) -> int:
-        """Aligned rings, sums and their statistics, queries, barriers, a flag."""
+        """Aligned rings, which hold the sums in the end, statistics of sums, queries, barriers, a flag."""
         ring = self.units * (2 * KEYS * of.head_dim * 2 + 8)
-        return 1024 + self.warps * (ring + of.group * (of.head_dim + 2) * 4) + of.group * of.head_dim * 2 + 16
+        return 1024 + self.warps * (ring + of.group * 2 * 4) + of.group * of.head_dim * 2 + 16
 
 
 def takes(step: DecodeStep) -> bool:

@@ -76,6 +76,7 @@ class Source:
     language: str = "triton"
     shared_bytes: int = 0  # of a kernel in CUDA C++: Triton says itself what it takes
     together: bool = False  # blocks wait for one another: no more of them may be launched than run at once
+    cluster: int = 1  # blocks that the hardware launches together
     maps: tuple[TensorMap, ...] = ()
 
 

@@ -21,8 +21,8 @@ extern "C" void run_on_host(void** values, const TensorMap* tensor_maps, int x, 
   host::body = [] {{ {symbol}({arguments}); }};
   std::vector<host::Index> all;
   for (int n = 0; n < x * y * z; ++n) all.push_back({{n % x, n / x % y, n / x / y}});
-  if ({together}) return host::run_blocks(all);
-  for (const host::Index& one : all) host::run_blocks({{one}});
+  const size_t at_once = {together} ? all.size() : {cluster};
+  for (auto first = all.begin(); first < all.end(); first += at_once) host::run_blocks({{first, first + at_once}});
 }}
 """
 
@@ -43,7 +43,7 @@ def load_cuda(origin: Source) -> Callable[..., None]:
     types = re.findall(r"(\w+)\* (?:p\d+|dims|counters|scratch)\b", body.partition("KERNEL")[2].partition("{\n")[0])
     places = [f"({kind}*)arguments[{n}]" for n, kind in enumerate(types)] + ["nullptr", "nullptr"]
     places += [f"maps[{n}]" for n in range(len(maps))]
-    run = _RUN.format(symbol=symbol, arguments=", ".join(places), together=str(origin.together).lower())
+    run = _RUN.format(symbol=symbol, arguments=", ".join(places), together=str(origin.together).lower(), cluster=origin.cluster)
     with tempfile.TemporaryDirectory(prefix="aotc-") as folder:
         source, library = Path(folder) / f"{symbol}.cpp", Path(folder) / f"{symbol}.so"
         source.write_text(header("hopper_host.h") + body + run)

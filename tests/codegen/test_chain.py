@@ -71,7 +71,8 @@ def forced(monkeypatch):
         monkeypatch.setattr(chain, "PROGRAMS", blocks)
         monkeypatch.setattr(chain, "takes", lambda layer, rows: rows > 1)
         if widths is not None:
-            family = Family("phase", Width, lambda arch, of: Width(widths[of.n]), lambda arch, of: [])
+            widths = {n: w if isinstance(w, Width) else Width(w) for n, w in widths.items()}
+            family = Family("phase", Width, lambda arch, of: widths[of.n], lambda arch, of: [])
             monkeypatch.setattr(chain, "PHASE", family)
         real = chain.ring
 
@@ -95,10 +96,15 @@ def forced(monkeypatch):
         (33, 9, 224, 512, "swiglu", 96, 2, 3),  # the last tile is cut
         (20, 20, 96, 512, "", 32, 4, 3),
         (20, 20, 256, 128, "bias_residual", 128, 2, 5),  # by columns
+        (2, 2, 160, 192, "bias_residual", Width(48, 2), 2, 2),  # one block of a cluster has no depth for its last step
+        (64, 50, 96, 512, "", Width(16, 2), 2, 4),
+        (33, 9, 192, 512, "bias_residual", Width(96, 2), 2, 3),
+        (20, 20, 256, 256, "bias_residual", Width(128, 2), 2, 5),  # by columns
+        (64, 64, 96, 384, "bias_residual", Width(64, 2), 4, 3),  # the last tile is cut
     ],
 )
 def test_one_layer(forced, monkeypatch, bound, rows, n, k, epilogue, columns, groups, stages):
-    forced(4, {n: columns, n // 2: columns}, groups, stages)
+    forced(16 if isinstance(columns, Width) else 4, {n: columns, n // 2: columns}, groups, stages)
     monkeypatch.setitem(kernels.SIZES, "m", rows)
     assert kernels.check(linear_graph(bf16, bound, n, k, epilogue), arch="sm90") == ["matmul"]
 
@@ -185,9 +191,10 @@ def test_the_rule_fills_the_card(rows, h, inner, qkv):
     """Llama shapes: nearly one wave of tiles each, a ring of several stages within the shared memory."""
     made = ((h, h, 1, 16), (inner, h, 2, 1), (h, inner, 1, 16), (qkv, h, 1, 1))
     shapes = [Linear(rows, n, depth, parts, bf16, squares=squares) for n, depth, parts, squares in made]
-    widths = [every("sm90", of)[0].n for of in shapes]
-    for of, n in zip(shapes, widths, strict=True):
-        assert 0.7 < tiles_of(of, n) / 132 <= 1 and cost(of, n) == min(cost(of, w.n) for w in every("sm90", of))
+    widths = [every("sm90", of)[0] for of in shapes]
+    for of, width in zip(shapes, widths, strict=True):
+        assert 0.7 < tiles_of(of, width.n) * width.splits / 132 <= 1
+        assert round(cost(of, width)) == min(round(cost(of, w)) for w in every("sm90", of))
     for some in ([0, 1, 2, 3], [0], [1], [2], [3]):
         made = ring("sm90", [shapes[i] for i in some], [widths[i] for i in some])
         assert made.shared_bytes <= 227 << 10 and made.stages >= 4

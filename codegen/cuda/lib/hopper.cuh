@@ -11,6 +11,7 @@ typedef unsigned long long uint64_t;
 typedef long long int64_t;
 
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+#define IN_CLUSTERS(BLOCKS) __cluster_dims__(BLOCKS, 1, 1)
 #define GRID_CONSTANT const __grid_constant__
 #define DEVICE __device__ __forceinline__
 
@@ -58,13 +59,19 @@ template <class A> DEVICE A maximum(A a, A b) { return a > b || a != a ? a : b; 
 template <class A> DEVICE A minimum(A a, A b) { return a < b || a != a ? a : b; }
 template <class A> DEVICE A absolute(A x) { return x < 0 ? -x : x; }
 
-DEVICE uint32_t shared_address(const void* p) { return (uint32_t)__cvta_generic_to_shared(p); }
+typedef uint32_t SharedAddress;
+DEVICE SharedAddress shared_address(const void* p) { return (SharedAddress)__cvta_generic_to_shared(p); }
 DEVICE float from_lane(float x, int lane) { return __shfl_sync(0xFFFFFFFF, x, lane); }
 
 // From a multiple of 1024 on, as swizzled tiles need it.
 DEVICE char* shared_memory() {
   extern __shared__ char memory[];
   return memory + (-shared_address(memory) & 1023);
+}
+// The same number, unknown to the compiler, which then keeps nothing in registers that is made of it before a loop.
+DEVICE int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
 }
 DEVICE void block_barrier() { __syncthreads(); }
 DEVICE void warp_barrier() { __syncwarp(); }
@@ -111,14 +118,14 @@ template <int OPEN> DEVICE void products_wait() { asm volatile("wgmma.wait_group
 template <class T> DEVICE uint32_t packed(T low, T high) { return low.bits | (uint32_t)high.bits << 16; }
 // Four matrices of 8 x 8 16-bit elements from shared memory, a register of two neighbours each: lane i has the row i / 4.
 // `row` is that of row i % 8 of matrix i / 8.
-DEVICE void load_matrices(uint32_t* to, const void* row) {
+DEVICE void load_matrices(uint32_t* to, SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
 }
 // The same of columns: lane i has the column i / 4.
-DEVICE void load_matrices_turned(uint32_t* to, const void* row) {
+DEVICE void load_matrices_turned(uint32_t* to, SharedAddress row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(shared_address(row)) : "memory");
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3]) : "r"(row) : "memory");
 }
 // d [8, 8] += a [8, 16] * b [8, 16]^T in the registers of a warp: lane i has row i / 4 of d and a, row i / 4 of b, of their
 // columns i % 4 * 2 + (0, 1), and those 8 further on.
@@ -134,11 +141,11 @@ template <class T> DEVICE void multiply_8(float* d, const uint32_t* a, const uin
 MULTIPLY_8(bf16)
 MULTIPLY_8(f16)
 
-// For blocks that add up what others stored: all that a block stored before is seen by who counts in after it.
-DEVICE void publish() { __threadfence(); }
+// For blocks that add up what others stored: one thread of each, after a barrier of the block, counts in; it sees what all
+// stored that counted in before, and so does its block after another barrier.
 DEVICE int count_in(int* counter) {
-  const int before = atomicAdd(counter, 1);
-  __threadfence();
+  int before;
+  asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
   return before;
 }
 DEVICE float published(const float* p) { return __ldcg(p); }
@@ -169,6 +176,16 @@ template <class T> struct Fresh {
   }
 };
 template <class T> DEVICE Fresh<T> fresh(const T* place) { return Fresh<T>{place}; }
+
+// For blocks of a cluster, which run at the same time: where another one has what this one has at `p` of its shared memory,
+// and a barrier of all their threads that have not ended, in two halves.
+DEVICE float* of_block(float* p, int rank) {
+  uint64_t there;
+  asm("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(p), "r"(rank));
+  return (float*)there;
+}
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
 template <int REGISTERS> DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 template <int REGISTERS> DEVICE void leave_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #define KERNEL extern "C" void
+#define IN_CLUSTERS(BLOCKS)
 #define GRID_CONSTANT const
 #define DEVICE static inline
 
@@ -25,6 +26,7 @@ struct Fiber {
   ucontext_t context;
   char* stack;
   bool ended;
+  int arrived;  // at so many barriers of the cluster
 };
 struct Barrier { int16_t pending, arrivals; int32_t bytes : 31; uint32_t phase : 1; };
 static_assert(sizeof(Barrier) == 8, "a barrier is a word of 64 bits");
@@ -48,6 +50,8 @@ struct Block {
   std::vector<int> awake;          // the round from which a warp goes on: some are slow
 };
 inline Block* here;
+inline std::vector<Block>* running;  // a cluster, or all that wait for one another
+inline int cluster_barriers;        // that are over
 inline Index thread, grid;
 inline int threads, idle_turns;
 inline void (*body)();
@@ -98,6 +102,7 @@ inline void begin(Block& block, Index number) {
   for (Fiber& f : block.fibers) {
     f.stack = (char*)mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     f.ended = false;
+    f.arrived = 0;
     getcontext(&f.context);
     f.context.uc_stack.ss_sp = f.stack;
     f.context.uc_stack.ss_size = STACK_BYTES;
@@ -108,7 +113,8 @@ inline void begin(Block& block, Index number) {
 inline void run_blocks(std::vector<Index> numbers) {
   std::vector<Block> blocks(numbers.size());
   for (size_t n = 0; n < blocks.size(); ++n) begin(blocks[n], numbers[n]);
-  idle_turns = 0;
+  running = &blocks;
+  idle_turns = cluster_barriers = 0;
   for (bool active = true; active;) {
     active = false;
     ++round_;
@@ -184,7 +190,10 @@ DEVICE float from_lane(float x, int lane) {
 }
 DEVICE float rsqrtf(float x) { return 1 / sqrtf(x); }
 
+typedef uint64_t SharedAddress;
+DEVICE SharedAddress shared_address(const void* p) { return (SharedAddress)p; }
 DEVICE char* shared_memory() { return host::here->shared; }
+DEVICE int opaque(int x) { return x; }
 DEVICE void block_barrier() { host::meet(0, host::threads); }
 DEVICE void warp_barrier() { host::meet_warp(); }
 template <int NUMBER, int COUNT> DEVICE void warpgroups_barrier() { host::meet(NUMBER, COUNT); }
@@ -263,14 +272,14 @@ template <class Element, int COLUMNS> DEVICE void multiply(float* d, uint64_t x,
 }
 
 template <class T> DEVICE uint32_t packed(T low, T high) { return low.bits | (uint32_t)high.bits << 16; }
-DEVICE void load_matrices(uint32_t* to, const void* row) {
-  host::exchange({(uint64_t)row}, [&](const host::Words* all) {
+DEVICE void load_matrices(uint32_t* to, SharedAddress row) {
+  host::exchange({row}, [&](const host::Words* all) {
     const int lane = host::thread.x % 32;
     for (int m = 0; m < 4; ++m) memcpy(to + m, (char*)all[8 * m + lane / 4].at[0] + lane % 4 * 4, 4);
   });
 }
-DEVICE void load_matrices_turned(uint32_t* to, const void* row) {
-  host::exchange({(uint64_t)row}, [&](const host::Words* all) {
+DEVICE void load_matrices_turned(uint32_t* to, SharedAddress row) {
+  host::exchange({row}, [&](const host::Words* all) {
     const int lane = host::thread.x % 32;
     for (int m = 0; m < 4; ++m)
       for (int i = 0; i < 2; ++i)
@@ -289,7 +298,6 @@ template <class T> DEVICE void multiply_8(float* d, const uint32_t* a, const uin
       for (int k = 0; k < 16; ++k) d[i] += element(lane / 4, k, 0) * element(lane % 4 * 2 + i, k, 1);
   });
 }
-DEVICE void publish() {}
 DEVICE int count_in(int* counter) { return (*counter)++; }
 DEVICE float published(const float* p) { return *p; }
 DEVICE void tell_blocks(int* counter) { ++*counter, host::idle_turns = 0; }
@@ -297,6 +305,23 @@ DEVICE void wait_for_blocks(const int* counter, int count) {
   while (*(const volatile int*)counter < count) host::yield();
 }
 template <class T> DEVICE const T* fresh(const T* place) { return place; }
+
+DEVICE float* of_block(float* p, int rank) {
+  return (float*)((*host::running)[rank].shared + ((char*)p - host::here->shared));
+}
+DEVICE void cluster_arrive() { ++host::here->fibers[host::thread.x].arrived; }
+DEVICE void cluster_wait() {
+  const int own = host::here->fibers[host::thread.x].arrived;
+  const auto is_over = [&] {
+    for (const host::Block& block : *host::running)
+      for (const host::Fiber& f : block.fibers)
+        if (!f.ended && f.arrived < own) return false;
+    return true;
+  };
+  while (host::cluster_barriers < own && !is_over()) host::yield();
+  host::cluster_barriers = own;  // who has seen it goes on, and the others may have ended by then
+  host::idle_turns = 0;
+}
 
 DEVICE void launch_dependents() {}
 DEVICE void wait_for_kernel_before() {}
