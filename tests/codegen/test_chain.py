@@ -78,7 +78,7 @@ def forced(monkeypatch):
 
         def small(*given):
             made = real(*given)
-            return made if stages is None else replace(made, stages=stages)
+            return made if stages is None else replace(made, stages=min(stages, made.stages))
 
         if groups is not None:
             monkeypatch.setattr(chain, "GROUPS", groups)
