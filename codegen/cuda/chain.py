@@ -125,13 +125,15 @@ def _wrong(of: Linear, width: Width) -> str:
 
 def cost(of: Linear, width: Width) -> float:
     """Cycles, about. Of a step of 64: products at 2048 multiplications a cycle, but no less than the latency of one a
-    warpgroup; x and w from L2 at 28 bytes a cycle, w from memory at 20. Then what a wave takes to begin and end."""
+    warpgroup; x and w from L2 at 31 bytes a cycle, w from memory at 20, at more where there are fewer blocks. Then what a
+    wave takes to begin and end, and the blocks of a cluster to meet."""
     n, splits = width.n, width.splits
+    blocks = tiles_of(of, n) * splits
     x, w = _x_rows(of.rows) * DEPTH * 2, n * DEPTH * 2
     latency = 220 if _by_columns(of, n) else 110 / GROUPS  # two products at a time
-    step = max(2 * n, (x + w) / 28, w / 20, latency)
-    waves, steps = -(-tiles_of(of, n) * splits // PROGRAMS), -(-of.depth // (DEPTH * splits))
-    return waves * (steps * step + 10 * n / splits) + 3000 + 1000 * (splits - 1)
+    step = max(2 * n, (x + w) / 31, w / 20 * min(blocks / PROGRAMS, 1), latency)
+    waves, steps = -(-blocks // PROGRAMS), -(-of.depth // (DEPTH * splits))
+    return waves * (steps * step + 10 * n / splits) + 3000 + 2500 * (splits - 1)
 
 
 def every(arch: str, of: Linear) -> list[Width]:

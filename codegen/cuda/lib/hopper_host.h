@@ -44,6 +44,7 @@ constexpr int NUMBERED = 16;
 struct Block {
   Index number;
   std::vector<Fiber> fibers;
+  int left;  // that have not ended
   char* shared;
   std::vector<Words> exchanged;    // by the threads
   std::vector<Meeting> meetings;  // of all threads, of numbered warpgroups, of warps
@@ -68,6 +69,7 @@ inline void yield() {
 inline void enter() {
   body();
   here->fibers[thread.x].ended = true;
+  if (--here->left == 0) memset(here->shared, 0xA5, SHARED_BYTES);  // another block has it now
   yield();
 }
 inline void meet(int place, int count) {
@@ -99,6 +101,7 @@ inline void begin(Block& block, Index number) {
   block.meetings.assign(NUMBERED + threads / 32, Meeting{});
   block.awake.assign(threads / 32, 0);
   block.fibers.resize(threads);
+  block.left = threads;
   for (Fiber& f : block.fibers) {
     f.stack = (char*)mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     f.ended = false;
