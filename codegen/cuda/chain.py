@@ -28,6 +28,7 @@ HELPERS = 4  # warps that copy and scale
 GROUPS = 2  # warpgroups that multiply
 OPEN_BYTES = 72 << 10  # of weights on their way to a multiprocessor: enough for the memory's latency
 SPLITS = (1, 2)  # blocks of a cluster: two always fit, as multiprocessors come in pairs
+CANDIDATES = 8  # that are measured: others cost too much to come near
 MOST_AHEAD = 64  # columns of a warpgroup for which there are registers to load ahead what the epilogue reads
 
 
@@ -123,17 +124,26 @@ def _wrong(of: Linear, width: Width) -> str:
     return f"n must be a multiple of {of.squares}, whose squares are added up" if share % of.squares else ""
 
 
+def _depth(of: Linear, width: Width, most: int) -> int:
+    """Of a step: as deep as a stage of `most` bytes takes, no more than 512 and what there is."""
+    if _by_columns(of, width.n):
+        return DEPTH
+    step = DEPTH * GROUPS
+    stages = most // ((_x_rows(of.rows) + width.n) * 2 * step), 512 // step, -(-of.depth // (step * width.splits))
+    return max(min(stages), 1) * step
+
+
 def cost(of: Linear, width: Width) -> float:
-    """Cycles, about. Of a step of 64: products at 2048 multiplications a cycle, but no less than the latency of one a
-    warpgroup; x and w from L2 at 31 bytes a cycle, w from memory at 20, at more where there are fewer blocks. Then what a
+    """Cycles, about. Of a depth of 64: products at 2048 multiplications a cycle, but no less than the latency of one a
+    warpgroup; x and w from L2 at 44 bytes a cycle, w from memory at 20, at more where there are fewer blocks. Then what a
     wave takes to begin and end, and the blocks of a cluster to meet."""
     n, splits = width.n, width.splits
     blocks = tiles_of(of, n) * splits
     x, w = _x_rows(of.rows) * DEPTH * 2, n * DEPTH * 2
-    latency = 220 if _by_columns(of, n) else 110 / GROUPS  # two products at a time
-    step = max(2 * n, (x + w) / 31, w / 20 * min(blocks / PROGRAMS, 1), latency)
-    waves, steps = -(-blocks // PROGRAMS), -(-of.depth // (DEPTH * splits))
-    return waves * (steps * step + 10 * n / splits) + 3000 + 2500 * (splits - 1)
+    latency = 220 if _by_columns(of, n) else 100 + 250 * DEPTH / _depth(of, width, STAGE_BYTES)
+    part = max(2 * n, (x + w) / 44, w / 20 * min(blocks / PROGRAMS, 1), latency)
+    waves, parts = -(-blocks // PROGRAMS), -(-of.depth // (DEPTH * splits))
+    return waves * (parts * part + 10 * n / splits) + 3000 * splits
 
 
 def every(arch: str, of: Linear) -> list[Width]:
@@ -148,7 +158,7 @@ def _rule(arch: str, of: Linear) -> Width:
 
 
 def _candidates(arch: str, of: Linear) -> Iterator[Width]:
-    yield from every(arch, of)
+    yield from every(arch, of)[:CANDIDATES]
 
 
 PHASE = Family("phase", Width, _rule, _candidates, _wrong)
@@ -156,13 +166,11 @@ PHASE = Family("phase", Width, _rule, _candidates, _wrong)
 
 def ring(arch: str, shapes: Sequence[Linear], widths: Sequence[Width]) -> Ring:
     """The ring for phases of these widths: stages as large as those of the widest tile, as many of them as fit."""
-    x_rows, step = _x_rows(shapes[0].rows), DEPTH * GROUPS
-    by_width = [(of, w.n, w.splits, _by_columns(of, w.n)) for of, w in zip(shapes, widths, strict=True)]
-    most = max((Tile(n, DEPTH, True).stage_bytes(x_rows) for _, n, _, wide in by_width if wide), default=STAGE_BYTES)
-    tiles = []
-    for of, n, splits, wide in by_width:
-        deep = min(most // ((x_rows + n) * 2 * step), 512 // step, -(-of.depth // (step * splits)))
-        tiles.append(Tile(n, DEPTH if wide else max(deep, 1) * step, wide, splits))
+    x_rows = _x_rows(shapes[0].rows)
+    wide = [_by_columns(of, width.n) for of, width in zip(shapes, widths, strict=True)]
+    widest = max((w.n for w, by in zip(widths, wide, strict=True) if by), default=0)
+    most = Tile(widest, DEPTH, True).stage_bytes(x_rows) if widest else STAGE_BYTES
+    tiles = [Tile(w.n, _depth(of, w, most), by, w.splits) for of, w, by in zip(shapes, widths, wide, strict=True)]
     stage = -(-max(t.stage_bytes(x_rows) for t in tiles) // 1024) * 1024
     shares = max(t.share_bytes(x_rows) for t in tiles)
     rest = max(16 * len(tiles) + 256 + shares, (64 - x_rows) * DEPTH * 2)  # products read 64 rows of x
@@ -237,6 +245,7 @@ def phases(frame: Frame, layers: Sequence[Layer]) -> Source:
     return source(
         frame, "chain", (blocks, 1, 1), 4 * GROUPS + HELPERS, made.stages, made.shared_bytes, tuple(maps),
         counter_bytes=4 * len(layers) if len(layers) > 1 else 0, more_head="".join(f"\n{p}" for p in products),
-        together=len(layers) > 1, cluster=splits, splits=splits, m=SYNTAX.size(layers[0].rows), element=element, groups=GROUPS, stages=made.stages,
-        stage_bytes=made.stage_bytes, x_rows=made.x_rows, max_rows=rows, phases=hooks, open_bytes=OPEN_BYTES,
+        together=len(layers) > 1, cluster=splits, splits=splits, m=SYNTAX.size(layers[0].rows), element=element,
+        groups=GROUPS, stages=made.stages, stage_bytes=made.stage_bytes, x_rows=made.x_rows, max_rows=rows,
+        phases=hooks, open_bytes=OPEN_BYTES,
     )  # fmt: skip

@@ -24,28 +24,27 @@ KEYS = 16  # of a unit: those of a page at least
 MOST_GROUP = 8  # heads that share a key: rows of a product that are not wasted
 HEAD_DIMS = (64, 128)  # with more, a thread's share of the sums does not fit its registers
 SHARED_BYTES = 228 << 10  # of a multiprocessor, of which each block takes 1 KB besides its own
-SPLITS = (1, 2, 4, 8)  # blocks of a cluster: more are not portable
 ANY_ROWS = (1 << 31) - 1  # of a cache, whose blocks are counted when it is made
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Warps of a block, units of keys and values on their way to each, blocks that share the keys of a row: a cluster.
-    Raises ValueError for what the template does not take."""
+    """Warps of a block, units of keys and values on their way to each, blocks that share the keys of a row. Raises
+    ValueError for what the template does not take."""
 
     warps: int
     units: int
     splits: int
 
     def __post_init__(self) -> None:
-        for name, taken in (("warps", range(1, 17)), ("units", range(1, 65)), ("splits", SPLITS)):
-            if getattr(self, name) not in taken:
+        for name, most in (("warps", 16), ("units", 64), ("splits", 64)):
+            if not 1 <= getattr(self, name) <= most:
                 raise ValueError(f"{name} = {getattr(self, name)} is not supported")
 
     def shared_bytes(self, of: Heads) -> int:
-        """Aligned rings, which hold the sums in the end, statistics of sums, queries, barriers."""
+        """Aligned rings, which hold the sums in the end, statistics of sums, queries, barriers, a flag."""
         ring = self.units * (2 * KEYS * of.head_dim * 2 + 8)
-        return 1024 + self.warps * (ring + of.group * 2 * 4) + of.group * of.head_dim * 2
+        return 1024 + self.warps * (ring + of.group * 2 * 4) + of.group * of.head_dim * 2 + 16
 
 
 def takes(step: DecodeStep) -> bool:
@@ -66,7 +65,7 @@ def rule(arch: str, of: Heads) -> Tile:
     more blocks than fit at once. Eight warps where each has at least three units on their way, else four."""
     heads = of.tokens * of.kv_heads
     blocks = 1 if heads <= PROGRAMS else 2
-    splits = max(n for n in SPLITS if n == 1 or n * heads <= blocks * PROGRAMS)
+    splits = max(min(blocks * PROGRAMS // heads, 16), 1)
     tiles = [_filled(of, warps, splits, SHARED_BYTES // blocks - 1024) for warps in (8, 4)]
     return tiles[0] if tiles[0].units >= 3 else tiles[1]
 
@@ -80,7 +79,7 @@ def _filled(of: Heads, warps: int, splits: int, shared_bytes: int) -> Tile:
 def candidates(arch: str, of: Heads) -> Iterator[Tile]:
     """Half and twice the splits, four and eight warps, the shared memory for one block a multiprocessor, two and three."""
     splits = rule(arch, of).splits
-    for shares, warps, blocks in product((splits, max(splits // 2, 1), min(2 * splits, SPLITS[-1])), (4, 8), (1, 2, 3)):
+    for shares, warps, blocks in product((splits, max(splits // 2, 1), min(2 * splits, 16)), (4, 8), (1, 2, 3)):
         yield _filled(of, warps, shares, SHARED_BYTES // blocks - 1024)
 
 
@@ -101,12 +100,14 @@ def flash_decode(step: DecodeStep) -> Source:
         query = SYNTAX.stored(of.dtype, nest.emit(step.query, ("t", "head", "c")))
     with nest.scope("t", "kv_head", "c") as made:
         key, value = (SYNTAX.stored(of.dtype, nest.emit(v, ("t", "kv_head", "c"))) for v in (step.key, step.value))
-    shared = tile.shared_bytes(of)
+    shared, shares = tile.shared_bytes(of), tile.splits if tile.splits > 1 else 0
     box = TensorMap(frame.arguments.index(step.kv), of.dtype.name, ANY_ROWS, of.head_dim, KEYS, of.head_dim // 64)
     return source(
-        frame, "flash_decode", (tile.splits, rows, of.kv_heads), tile.warps, 1, shared, (box,), cluster=tile.splits,
+        frame, "flash_decode", (rows, of.kv_heads, tile.splits), tile.warps, 1, shared, (box,),
+        scratch_bytes=rows * (heads * shares * (of.head_dim + 2) * 4) if shares else 0,
+        counter_bytes=rows * (of.kv_heads * 4) if shares else 0,
         tile=tile, cache=step.cache, element=of.dtype.name, resident=min(SHARED_BYTES // (shared + 1024), 2), d=of.head_dim,
-        group=of.group, heads=heads, kv_heads=of.kv_heads, rows=SYNTAX.size(rows),
+        group=of.group, heads=heads, kv_heads=of.kv_heads, rows=SYNTAX.size(rows), max_rows=frame.upper(rows),
         seq_lens=frame.pointers[step.seq_lens], window=of.window, out=step.out,
         scale=SYNTAX.constant(step.attention.attrs.scale * math.log2(math.e), f32),
         lines=(nest.scopes[0].lines, asked.lines, made.lines), query=query, key=key, value=value,

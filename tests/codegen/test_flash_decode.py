@@ -54,9 +54,8 @@ def test_ragged_rows(dtype, page_size, heads, kv_heads, d, window):
         Tile(1, 1, 1),  # one warp waits for each unit
         Tile(1, 2, 1),  # the ring is used again
         Tile(2, 7, 1),  # rings that never fill
-        Tile(2, 1, 4),  # splits without keys
+        Tile(2, 1, 3),  # splits without keys
         Tile(8, 2, 2),
-        Tile(1, 2, 8),
     ],
 )
 @pytest.mark.parametrize("page_size", [None, 32])
@@ -88,7 +87,7 @@ def test_blocks_fill_the_card_once(tokens, d):
     assert tile in candidates("sm90", of)
 
 
-@pytest.mark.parametrize("tile", [(0, 1, 1), (17, 1, 1), (4, 65, 1), (4, 1, 3), (4, 1, 16)])
+@pytest.mark.parametrize("tile", [(0, 1, 1), (17, 1, 1), (4, 65, 1), (4, 1, 65)])
 def test_tiles_out_of_range(tile):
     with pytest.raises(ValueError, match="is not supported"):
         Tile(*tile)
@@ -110,18 +109,17 @@ def test_it_compiles_without_spilling():
         assert compile_sources([source], "sm90")[source.symbol].spill_bytes == 0
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("    barrier_wait(full", "    if (i) barrier_wait(full"),  # a copy that nobody waits for
-        ("  cluster_arrive();\n  cluster_wait();\n  for", "  block_barrier();\n  for"),
-        ("  cluster_arrive();\n  cluster_wait();  // a block's memory stays", "  //"),
-        ("of_block((float*)memory, i / WARPS)", "(float*)memory"),
-    ],
-)
-def test_what_is_wrong_in_the_template_is_found(forced, broken, right, wrong):
-    forced(Tile(2, 2, 2))
-    broken(flash_decode, right, wrong)
+def test_a_copy_that_nobody_waits_for_is_seen(monkeypatch):
     graph = attention_graph(bf16, 4, 2, 64, None, decode=True)
+    inputs = random_inputs(graph, **ragged(LENGTHS, [1] * 4))
+    run = fake_device.run_request
+
+    def hasty(request):
+        (source,) = request.sources.values()
+        text = source.text.replace("    barrier_wait(full", "    if (i) barrier_wait(full")
+        assert text != source.text
+        return run(replace(request, sources={source.symbol: replace(source, text=text)}))
+
+    monkeypatch.setattr(fake_device, "run_request", hasty)
     with pytest.raises((AssertionError, DeviceError)):
-        check(graph, random_inputs(graph, **ragged(LENGTHS, [1] * 4)), arch="sm90")
+        check(graph, inputs, arch="sm90")
