@@ -24,12 +24,13 @@ KEYS = 16  # of a unit: those of a page at least
 MOST_GROUP = 8  # heads that share a key: rows of a product that are not wasted
 HEAD_DIMS = (64, 128)  # with more, a thread's share of the sums does not fit its registers
 SHARED_BYTES = 228 << 10  # of a multiprocessor, of which each block takes 1 KB besides its own
+WARP_UNITS = 6  # of a row, before another block shares it: to meet takes as long
 ANY_ROWS = (1 << 31) - 1  # of a cache, whose blocks are counted when it is made
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Warps of a block, units of keys and values on their way to each, blocks that share the keys of a row. Raises
+    """Warps of a block, units of keys and values on their way to each, blocks that share the keys of a long row. Raises
     ValueError for what the template does not take."""
 
     warps: int
@@ -106,8 +107,9 @@ def flash_decode(step: DecodeStep) -> Source:
         frame, "flash_decode", (rows, of.kv_heads, tile.splits), tile.warps, 1, shared, (box,),
         scratch_bytes=rows * (heads * shares * (of.head_dim + 2) * 4) if shares else 0,
         counter_bytes=rows * (of.kv_heads * 4) if shares else 0,
-        tile=tile, cache=step.cache, element=of.dtype.name, resident=min(SHARED_BYTES // (shared + 1024), 2), d=of.head_dim,
-        group=of.group, heads=heads, kv_heads=of.kv_heads, rows=SYNTAX.size(rows), max_rows=frame.upper(rows),
+        tile=tile, warp_units=WARP_UNITS, cache=step.cache, element=of.dtype.name,
+        resident=min(SHARED_BYTES // (shared + 1024), 2), d=of.head_dim, group=of.group, heads=heads,
+        kv_heads=of.kv_heads, rows=SYNTAX.size(rows), max_rows=frame.upper(rows),
         seq_lens=frame.pointers[step.seq_lens], window=of.window, out=step.out,
         scale=SYNTAX.constant(step.attention.attrs.scale * math.log2(math.e), f32),
         lines=(nest.scopes[0].lines, asked.lines, made.lines), query=query, key=key, value=value,

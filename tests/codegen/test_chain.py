@@ -146,6 +146,24 @@ def test_what_is_wrong_in_the_template_is_found(forced, broken, monkeypatch, rig
         check(layer_graph(bf16, 33), 33, monkeypatch, most=2)  # the second kernel finds the counters as the first one leaves them
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("      cluster_wait();  // the other block has begun\n", ""),
+        ("      cluster_arrive();\n      cluster_wait();\n", "      warpgroups_barrier<1, 128 * GROUPS>();\n"),
+        ("of_block(shares, 1 - rank)", "of_block(shares, rank)"),
+        ("(rank * P0::STEPS + step)", "step"),
+        ("+ rank * P0::KEPT_COLUMNS", ""),
+    ],
+)
+def test_what_is_wrong_between_blocks_of_a_cluster_is_found(forced, broken, monkeypatch, right, wrong):
+    forced(16, {96: Width(32, 2)}, 2, 3)
+    broken(chain, right, wrong)
+    monkeypatch.setitem(kernels.SIZES, "m", 20)
+    with pytest.raises((AssertionError, DeviceError)):
+        kernels.check(linear_graph(bf16, 20, 96, 512, "bias_residual"), arch="sm90")
+
+
 @pytest.mark.parametrize(("bound", "rows", "h"), [(8, 5, 128), (64, 50, 64), (64, 64, 4160)])
 def test_norms_between_layers(forced, monkeypatch, bound, rows, h):
     """The first layer adds up squares, the second one scales its sums."""

@@ -20,9 +20,10 @@ LENGTHS = [1, 79, 64, 7]  # a first token, all of the context, whole units, less
 
 @pytest.fixture
 def forced(monkeypatch):
-    """forced(tile): all steps get this tile."""
+    """forced(tile, warp_units): all steps get this tile, and another block has part of a row from so many units a warp on."""
 
-    def force(tile):
+    def force(tile, warp_units=1):
+        monkeypatch.setattr(flash_decode, "WARP_UNITS", warp_units)
         family = Family("flash_decode", Tile, lambda arch, of: tile, lambda arch, of: [])
         monkeypatch.setattr(flash_decode, "FLASH_DECODE", family)
 
@@ -54,13 +55,14 @@ def test_ragged_rows(dtype, page_size, heads, kv_heads, d, window):
         Tile(1, 1, 1),  # one warp waits for each unit
         Tile(1, 2, 1),  # the ring is used again
         Tile(2, 7, 1),  # rings that never fill
-        Tile(2, 1, 3),  # splits without keys
+        Tile(2, 1, 3),  # as many splits as a row's keys are worth
+        Tile(1, 2, 7),
         Tile(8, 2, 2),
     ],
 )
-@pytest.mark.parametrize("page_size", [None, 32])
-def test_tiles(forced, tile, page_size):
-    forced(tile)
+@pytest.mark.parametrize(("page_size", "warp_units"), [(None, 1), (32, 1), (None, 2)])
+def test_tiles(forced, tile, page_size, warp_units):
+    forced(tile, warp_units)
     graph = attention_graph(bf16, 4, 2, 64, None, decode=True, rope=True)
     inputs = random_inputs(graph, **ragged(LENGTHS, [1] * 4))
     assert check(*page_up(graph, inputs, page_size), arch="sm90") == ["attention_decode"]

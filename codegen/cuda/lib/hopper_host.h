@@ -44,6 +44,7 @@ constexpr int NUMBERED = 16;
 struct Block {
   Index number;
   std::vector<Fiber> fibers;
+  bool begun;
   int left;  // that have not ended
   char* shared;
   std::vector<Words> exchanged;    // by the threads
@@ -99,9 +100,9 @@ inline void begin(Block& block, Index number) {
   memset(block.shared, 0xA5, SHARED_BYTES);
   block.exchanged.assign(threads, Words{});
   block.meetings.assign(NUMBERED + threads / 32, Meeting{});
-  block.awake.assign(threads / 32, 0);
+  block.awake.assign(threads / 32, round_ + number.x % 2 * 40);  // every second block begins late
   block.fibers.resize(threads);
-  block.left = threads;
+  block.left = threads, block.begun = false;
   for (Fiber& f : block.fibers) {
     f.stack = (char*)mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     f.ended = false;
@@ -128,7 +129,7 @@ inline void run_blocks(std::vector<Index> numbers) {
         if (block.fibers[i].ended) continue;
         active = true;
         if (block.awake[i / 32] > round_) continue;
-        here = &block;
+        here = &block, block.begun = true;
         thread = {i, 0, 0};
         swapcontext(&scheduler, &block.fibers[i].context);
       }
@@ -310,6 +311,7 @@ DEVICE void wait_for_blocks(const int* counter, int count) {
 template <class T> DEVICE const T* fresh(const T* place) { return place; }
 
 DEVICE float* of_block(float* p, int rank) {
+  if (!(*host::running)[rank].begun) host::fail("memory of a block that has not begun");
   return (float*)((*host::running)[rank].shared + ((char*)p - host::here->shared));
 }
 DEVICE void cluster_arrive() { ++host::here->fibers[host::thread.x].arrived; }
