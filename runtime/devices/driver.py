@@ -116,9 +116,11 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
 }  # fmt: skip
 
 QUICK = frozenset(
-    ("cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetAttribute")
-)
-"""What answers at once keeps Python's lock: beside a thread that computes, getting it back takes up to 5 ms."""
+    ("cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetAttribute",
+     "cuGraphAddKernelNode", "cuTensorMapEncodeTiled")
+)  # fmt: skip
+"""What answers at once keeps Python's lock: beside a thread that computes, getting it back takes up to 5 ms, and beside
+those that bring weights, a turn of one of them for every node of a graph."""
 
 HINTS = {
     2: "other processes hold its memory: look at nvidia-smi",
